@@ -1,0 +1,1 @@
+"""Benchmarks: refit, plan and the fault matrix; ``python -m bench --help``."""

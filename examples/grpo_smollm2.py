@@ -1,0 +1,89 @@
+"""A real RL loop on a plain Linux box: vLLM generates, FSDP2 trains, weight_sync refits.
+
+SmolLM2-135M-Instruct learns sums of two digits by GRPO. After every optimizer step the new weights
+go into the running engine; at the end its greedy tokens must equal those of a fresh engine that
+loaded the trainer's saved checkpoint. Run it with ``make demo``.
+
+Exit status: 0 when every refit was verified and the final tokens match, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+import reward
+import smollm2
+from fresh_tokens import fresh_tokens
+from records import Result
+from rollouts import Engine, prepare_environment
+from trainers import Trainers
+
+STEPS = 8
+FINAL_TOKENS = 24
+# Longer than a cache block, so that a stale prefix cache could not go unseen.
+FINAL_PROMPTS = (
+    "The lighthouse keeper climbed the narrow stairs every evening, lit the great lamp, and wrote "
+    "the weather and the names of the passing ships into a thick book. One night he wrote that",
+    "A recipe for bread needs flour, water, salt and yeast. First the flour and the salt are mixed "
+    "in a large bowl; then the warm water and the yeast are added, and after that",
+    reward.SHOTS * 3 + "4 + 5 =",
+)
+
+
+def run(build: Path) -> Result:
+    """Trains, refits after every step, and compares the live engine with a fresh one.
+
+    Args:
+        build: Directory for the starting checkpoint, kept from run to run.
+    """
+    # These import torch, which reads the environment that main() prepared.
+    from training import Loop
+    from weight_sync.engine import LocalLLM
+    from weight_sync.synchronizer import WeightSynchronizer
+
+    began = time.perf_counter()
+    start = smollm2.checkpoint(build / "smollm2")
+    prompts = list(FINAL_PROMPTS)
+    with tempfile.TemporaryDirectory(prefix="demo-") as scratch:
+        saved = Path(scratch) / "trained"
+        with Trainers(start) as trainers:
+            engine = Engine(start)
+            endpoints = trainers.ready()
+            print(f"engine and trainers up after {time.perf_counter() - began:.0f} s", flush=True)
+            # Also fills the prefix cache of version 0, which every refit has to drop.
+            before = engine.greedy(prompts, FINAL_TOKENS)
+            synchronizer = WeightSynchronizer(endpoints, [LocalLLM(engine.llm)])
+            try:
+                records = Loop(engine, trainers, synchronizer).run(STEPS)
+            finally:
+                synchronizer.shutdown()
+            trainers.save(saved)
+        live = engine.greedy(prompts, FINAL_TOKENS)
+        fresh = fresh_tokens(saved, prompts, FINAL_TOKENS)
+    changed = sum(a != b for a, b in zip(before, live, strict=True))
+    print(f"greedy tokens: {changed} of {len(prompts)} prompts changed since version 0")
+    print(f"live engine equals a fresh one loaded from the trainer's checkpoint: {live == fresh}")
+    print(f"total {time.perf_counter() - began:.0f} s")
+    return Result(smollm2.MODEL_NAME, records, live == fresh)
+
+
+def main() -> int:
+    """Runs the demo and writes its result; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    out: Path = parser.parse_args().out
+    prepare_environment()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    result = run(out.parent)
+    out.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    return 0 if result.good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""The router's backends: who is in rotation, who is busy, and who failed since the last look."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterable
+from urllib.parse import urlsplit
+
+from generation.errors import GenerationConfigError
+
+
+class BackendPool:
+    """Backends by base address; thread-safe.
+
+    Args:
+        health_managed: Whether someone watches health and pushes the full set of good backends
+            again and again. Only then does a failing one leave the rotation at once: nobody else
+            would bring it back.
+    """
+
+    def __init__(self, *, health_managed: bool) -> None:
+        self._health_managed = health_managed
+        self._lock = threading.Lock()
+        self._rotation: list[str] = []
+        self._outstanding: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+
+    def replace(self, base_urls: Iterable[str]) -> None:
+        """Makes exactly these backends, known before or not, the rotation.
+
+        Requests in flight on a backend that left go on. Their count is kept, so that a backend that
+        comes back is not overloaded.
+
+        Raises:
+            GenerationConfigError: Addresses that are not absolute http or https ones.
+        """
+        urls = [url.rstrip("/") for url in base_urls]
+        wrong = [f"{url!r} is not an http(s) address" for url in urls if not _is_http(url)]
+        if wrong:
+            raise GenerationConfigError("router backends", wrong)
+        with self._lock:
+            self._rotation = list(dict.fromkeys(urls))
+
+    def rotation(self) -> list[str]:
+        """Returns the backends that take requests now."""
+        with self._lock:
+            return list(self._rotation)
+
+    def acquire(self, excluding: Collection[str] = ()) -> str | None:
+        """Chooses the backend with the fewest requests in flight, the first among equals.
+
+        Returns:
+            Its address, counted as busy; None when nothing (but ``excluding``) is in rotation.
+        """
+        with self._lock:
+            free = [url for url in self._rotation if url not in excluding]
+            if not free:
+                return None
+            chosen = min(free, key=lambda url: self._outstanding[url])
+            self._outstanding[chosen] += 1
+            return chosen
+
+    def release(self, base_url: str) -> None:
+        """Ends one request of a backend."""
+        with self._lock:
+            self._outstanding[base_url] -= 1
+            if self._outstanding[base_url] <= 0:
+                del self._outstanding[base_url]
+
+    def record_failure(self, base_url: str, *, unreachable: bool) -> None:
+        """Counts one failure.
+
+        Args:
+            base_url: The backend.
+            unreachable: It gave no complete answer, as opposed to answering with an error status.
+        """
+        with self._lock:
+            self._failures[base_url] += 1
+            if unreachable and self._health_managed and base_url in self._rotation:
+                self._rotation.remove(base_url)
+
+    def drain_failures(self) -> dict[str, int]:
+        """Returns the failures per backend since the last call."""
+        with self._lock:
+            counts, self._failures = dict(self._failures), Counter()
+            return counts
+
+
+def _is_http(url: str) -> bool:
+    parts = urlsplit(url)
+    return parts.scheme in ("http", "https") and bool(parts.netloc)

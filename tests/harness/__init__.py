@@ -1,0 +1,1 @@
+"""Real processes for tests: trainer ranks with real parameters, engines with real workers."""

@@ -1,0 +1,105 @@
+"""Chooses which owner sends each piece, so that senders carry equal loads.
+
+Owners on the receiver's own GPU come first, then its host, then all others. Within the cheapest
+owners, bytes are poured like water: every set of owners is filled so that its busiest member stays as
+low as possible. Pieces stay in order, so a sender serves runs of neighbours and not single pieces.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weight_sync.regions import Regions
+
+I64 = NDArray[np.int64]
+
+
+def owner_sets(regions: Regions) -> tuple[I64, list[tuple[int, ...]]]:
+    """Numbers the distinct replica sets: (set number per region, the sets)."""
+    numbers: dict[tuple[int, ...], int] = {}
+    first = regions.owner_first
+    single = np.diff(first) == 1
+    out = np.empty(len(regions.tensor), np.int64)
+    heads = regions.owner_rank[first[:-1]]
+    for rank in np.unique(heads[single]).tolist():
+        out[single & (heads == rank)] = numbers.setdefault((rank,), len(numbers))
+    for g in np.flatnonzero(~single).tolist():
+        owners = tuple(regions.owner_rank[first[g] : first[g + 1]].tolist())
+        out[g] = numbers.setdefault(owners, len(numbers))
+    return out, list(numbers)
+
+
+def cheapest(owners: tuple[int, ...], cost: NDArray[np.int8]) -> tuple[int, ...]:
+    """The owners with the smallest cost to one receiver."""
+    prices = cost[list(owners)]
+    low = prices.min()
+    return tuple(o for o, p in zip(owners, prices, strict=True) if p == low)
+
+
+def pour(amount: int, levels: Sequence[int]) -> list[int]:
+    """Splits ``amount`` over vessels with water ``levels`` so that the highest stays lowest."""
+    order = sorted(range(len(levels)), key=lambda i: levels[i])
+    shares = [0] * len(levels)
+    filled, left = 1, amount
+    level = levels[order[0]]
+    while filled < len(order) and (levels[order[filled]] - level) * filled <= left:
+        left -= (levels[order[filled]] - level) * filled
+        level = levels[order[filled]]
+        filled += 1
+    each, odd = divmod(left, filled)
+    for k in range(filled):
+        i = order[k]
+        shares[i] = level - levels[i] + each + (1 if k < odd else 0)
+    return shares
+
+
+def assign(
+    regions: Regions,
+    piece_region: Sequence[I64],
+    piece_bytes: Sequence[I64],
+    worker_class: Sequence[int],
+    cost: NDArray[np.int8],
+) -> list[NDArray[np.int32]]:
+    """Chooses a sender per (worker, piece).
+
+    Args:
+        regions: Distinct regions with owners.
+        piece_region: Per class, int64 ``[n]`` region of each piece.
+        piece_bytes: Per class, int64 ``[n]`` bytes of each piece.
+        worker_class: Class of each worker.
+        cost: int8 ``[trainer ranks, workers]``; smaller is closer.
+
+    Returns:
+        Per worker, int32 ``[n]`` trainer rank of each piece of its class.
+    """
+    set_of_region, sets = owner_sets(regions)
+    set_of_piece = [set_of_region[r] for r in piece_region]
+    senders = [np.full(len(piece_region[c]), -1, np.int32) for c in worker_class]
+    demand: dict[tuple[int, ...], list[tuple[int, I64]]] = defaultdict(list)
+    for worker, c in enumerate(worker_class):
+        price = np.ascontiguousarray(cost[:, worker])
+        for number in np.unique(set_of_piece[c]).tolist():
+            near = cheapest(sets[number], price)
+            demand[near].append((worker, np.flatnonzero(set_of_piece[c] == number)))
+    load: dict[int, int] = defaultdict(int)
+    for owners in sorted(demand, key=lambda o: (len(o), o)):
+        parts = demand[owners]
+        sizes = np.concatenate([piece_bytes[worker_class[w]][rows] for w, rows in parts])
+        total = int(sizes.sum())
+        shares = pour(total, [load[o] for o in owners])
+        bounds = np.cumsum(shares)
+        middle = np.cumsum(sizes) - (sizes + 1) // 2
+        chosen = np.searchsorted(bounds, middle, side="right").clip(max=len(owners) - 1)
+        picked = np.array(owners, np.int32)[chosen]
+        at = 0
+        for worker, rows in parts:
+            senders[worker][rows] = picked[at : at + len(rows)]
+            at += len(rows)
+        sent = np.bincount(chosen, weights=sizes, minlength=len(owners))
+        for owner, amount in zip(owners, sent.tolist(), strict=True):
+            load[owner] += int(amount)
+    return senders

@@ -1,0 +1,1 @@
+"""Batched copy, digest and quantize kernels; a CPU form stands beside each CUDA one."""

@@ -1,0 +1,390 @@
+"""Everything that travels between synchronizer, trainer ranks and engine workers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weight_sync.arrays import PackedArray
+from weight_sync.errors import (
+    AbortedError,
+    ConfigError,
+    CoverageError,
+    DeadlineError,
+    EngineStateError,
+    EnvironmentUnsupportedError,
+    LayoutError,
+    PeerDeadError,
+    PlanMismatchError,
+    QuantizationError,
+    RefitError,
+    ReplicaMismatchError,
+    StaleEpochError,
+    TransportError,
+    VerifyError,
+    WeightSyncError,
+)
+from weight_sync.manifest import Manifest, TensorSpec
+from weight_sync.program import ReceiverProgram, SenderProgram
+from weight_sync.recording import Recording
+from weight_sync.wire.address import Address
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of all messages; the class name is the tag on the wire."""
+
+
+# --- to a trainer rank -------------------------------------------------------------------------
+
+
+class GetManifest(Message):
+    """Asks what the rank holds."""
+
+
+class SetProgram(Message):
+    """Hands over the rank's part of a plan."""
+
+    program: SenderProgram
+
+
+class AwaitVersion(Message):
+    """Waits until the rank says its weights are at ``version`` and will not change."""
+
+    version: int
+    epoch: int
+    seconds: float
+
+
+class GetExports(Message):
+    """Asks how a peer on this host reaches the rank's regions."""
+
+    epoch: int
+    plan_digest: str
+
+
+class GetDigests(Message):
+    """Asks for the digests of what this rank contributes to one class of workers."""
+
+    epoch: int
+    plan_digest: str
+    version: int
+    class_id: int
+
+
+class GetReplicaDigests(Message):
+    """Asks for one digest per owned region, to compare replicas."""
+
+    version: int
+
+
+class StageBucket(Message):
+    """Asks the rank to pack one bucket of its stream to a worker into a slot of its ring."""
+
+    epoch: int
+    plan_digest: str
+    version: int
+    worker: int
+    bucket: int
+
+
+class Release(Message):
+    """Ends a refit for the rank: it may change its weights again."""
+
+    version: int
+    error: str
+
+
+# --- from a trainer rank -----------------------------------------------------------------------
+
+
+class GotManifest(Message):
+    """What the rank holds."""
+
+    manifest: Manifest
+
+
+class Done(Message):
+    """Nothing to report."""
+
+
+class Published(Message):
+    """The rank's weights are at ``version``."""
+
+    version: int
+    generation: int
+
+
+class StorageHandle(msgspec.Struct, frozen=True, array_like=True):
+    """How a peer maps one storage.
+
+    Attributes:
+        kind: ``"shm"`` (a descriptor of process ``pid``) or ``"cuda"`` (an IPC handle).
+        nbytes: Length of the mapping from ``offset``.
+        pid: Exporting process.
+        descriptor: File descriptor in that process, for shm.
+        inode: Inode of the file behind it: a descriptor number alone may be used again.
+        handle: CUDA IPC handle of the allocation that holds the storage.
+        offset: Bytes from the start of that allocation to the storage.
+        device: UUID of the GPU the memory is on.
+    """
+
+    kind: str
+    nbytes: int
+    pid: int = 0
+    descriptor: int = -1
+    inode: int = 0
+    handle: bytes = b""
+    offset: int = 0
+    device: str = ""
+
+
+class Exports(Message):
+    """How a peer reaches regions.
+
+    Attributes:
+        generation: Grows when a storage moved; workers then map again.
+        storages: Mappable storages.
+        storage: int32 ``[regions]``, index into ``storages``; -1 where the region must be staged.
+        offset: int64 ``[regions]``, element offset in the storage.
+        stride: int64 ``[regions, R]`` element strides, left-padded with 0.
+        dtypes: Local dtype per region, before any declared cast.
+    """
+
+    generation: int
+    storages: tuple[StorageHandle, ...]
+    storage: PackedArray
+    offset: PackedArray
+    stride: PackedArray
+    dtypes: tuple[str, ...]
+
+
+class Staged(Message):
+    """A bucket lies in a ring slot.
+
+    Attributes:
+        slot: The slot's storage.
+        buckets: Number of buckets in the stream.
+    """
+
+    slot: StorageHandle
+    buckets: int
+
+
+class Digests(Message):
+    """uint64 sums, as :class:`PackedArray`."""
+
+    values: PackedArray
+
+
+# --- to an engine worker -----------------------------------------------------------------------
+
+
+class Record(Message):
+    """Asks what the worker's loaders read of the offered tensors."""
+
+    offers: tuple[TensorSpec, ...]
+    not_trained: tuple[str, ...]
+
+
+class TrainerEndpointInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Where a trainer rank listens and what it is."""
+
+    rank: int
+    address: Address
+    host: str
+    device: str
+
+
+class Attach(Message):
+    """Hands over every worker's part of a plan and connects the workers to the trainer.
+
+    One request reaches all workers of a shard; each takes the program at its own rank.
+    """
+
+    programs: tuple[ReceiverProgram, ...]
+    trainers: tuple[TrainerEndpointInfo, ...]
+    transport: str
+    seconds: float
+
+
+class Commit(Message):
+    """Installs a version into live weights; the engine is paused."""
+
+    epoch: int
+    plan_digest: str
+    version: int
+    verify: bool
+    seconds: float
+
+
+class Detach(Message):
+    """Drops connections and mappings of the current epoch."""
+
+    reason: str
+
+
+class Status(Message):
+    """Asks for the worker's state."""
+
+
+# --- from an engine worker ---------------------------------------------------------------------
+
+
+class Recorded(Message):
+    """What the worker's loaders read and write, and where the worker runs."""
+
+    worker: int
+    recording: Recording
+    host: str
+    device: str
+    pid: int
+
+
+class Attached(Message):
+    """The worker is connected.
+
+    Attributes:
+        worker: Rank in the shard.
+        extra_bytes: Device memory held for the transport.
+    """
+
+    worker: int
+    extra_bytes: int
+
+
+class Committed(Message):
+    """One version is installed.
+
+    Attributes:
+        worker: Rank in the shard.
+        version: The version.
+        seconds: Seconds per stage.
+        nbytes: Bytes written into loading-layout tensors.
+        verified: Whether every digest was compared and equal.
+        modes: Units per install mode.
+    """
+
+    worker: int
+    version: int
+    seconds: dict[str, float]
+    nbytes: int
+    verified: bool
+    modes: dict[str, int]
+
+
+class WorkerState(Message):
+    """What a worker knows of itself.
+
+    Attributes:
+        version: Last committed version, -1 before the first.
+        torn: True from the first byte of a refit until its commit.
+        epoch: Epoch of the attached plan, -1 if none.
+    """
+
+    version: int
+    torn: bool
+    epoch: int
+
+
+class Failure(Message):
+    """A request that failed, with what is needed to raise it again elsewhere."""
+
+    kind: str
+    text: str
+    stage: str = ""
+    version: int | None = None
+    epoch: int | None = None
+    ranks: tuple[str, ...] = ()
+    unconsumed: tuple[str, ...] = ()
+    unwritten: tuple[str, ...] = ()
+    disagreeing: tuple[str, ...] = ()
+    torn: bool = False
+
+
+TrainerRequest = (
+    GetManifest
+    | SetProgram
+    | AwaitVersion
+    | GetExports
+    | GetDigests
+    | GetReplicaDigests
+    | StageBucket
+    | Release
+)
+TrainerReply = GotManifest | Done | Published | Exports | Staged | Digests | Failure
+WorkerRequest = Record | Attach | Commit | Detach | Status
+WorkerReply = Recorded | Attached | Committed | Done | WorkerState | Failure
+
+encode = msgspec.msgpack.Encoder().encode
+decode_trainer_request = msgspec.msgpack.Decoder(TrainerRequest).decode
+decode_trainer_reply = msgspec.msgpack.Decoder(TrainerReply).decode
+decode_worker_request = msgspec.msgpack.Decoder(WorkerRequest).decode
+decode_worker_reply = msgspec.msgpack.Decoder(WorkerReply).decode
+
+_REFIT_KINDS: dict[str, type[RefitError]] = {
+    c.__name__: c for c in (RefitError, DeadlineError, VerifyError, AbortedError, PeerDeadError)
+}
+_PLAIN_KINDS: dict[str, type[WeightSyncError]] = {
+    c.__name__: c
+    for c in (
+        ConfigError,
+        EngineStateError,
+        EnvironmentUnsupportedError,
+        LayoutError,
+        PlanMismatchError,
+        QuantizationError,
+        ReplicaMismatchError,
+        StaleEpochError,
+        TransportError,
+        WeightSyncError,
+    )
+}
+
+
+def to_failure(error: BaseException, stage: str, *, torn: bool = False) -> Failure:
+    """Describes an exception for the wire."""
+    if isinstance(error, CoverageError):
+        return Failure(
+            "CoverageError",
+            str(error),
+            stage,
+            unconsumed=error.unconsumed,
+            unwritten=error.unwritten,
+            disagreeing=error.disagreeing,
+            torn=torn,
+        )
+    if isinstance(error, RefitError):
+        return Failure(
+            type(error).__name__,
+            error.reason,
+            error.stage,
+            error.version,
+            error.epoch,
+            error.ranks,
+            torn=torn,
+        )
+    kind = type(error).__name__
+    text = str(error) if kind in _PLAIN_KINDS else f"{kind}: {error}"
+    return Failure(kind, text, stage, torn=torn)
+
+
+def to_error(failure: Failure, who: str) -> WeightSyncError:
+    """Rebuilds the exception a failure describes, naming where it happened."""
+    if failure.kind == "CoverageError":
+        return CoverageError(failure.unconsumed, failure.unwritten, failure.disagreeing)
+    if failure.kind in _REFIT_KINDS:
+        return _REFIT_KINDS[failure.kind](
+            f"{who}: {failure.text}",
+            stage=failure.stage,
+            version=failure.version,
+            epoch=failure.epoch,
+            ranks=failure.ranks or (who,),
+        )
+    if failure.kind in _PLAIN_KINDS:
+        return _PLAIN_KINDS[failure.kind](f"{who}: {failure.text}")
+    return RefitError(
+        f"{who}: {failure.text}",
+        stage=failure.stage,
+        version=failure.version,
+        epoch=failure.epoch,
+        ranks=(who,),
+    )

@@ -1,0 +1,1 @@
+"""The trainer side of a refit: one endpoint per trainer rank."""

@@ -1,0 +1,306 @@
+"""One per trainer rank: says what the rank holds, when it is ready, and lets engines read it."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+
+from weight_sync import env
+from weight_sync.arrays import pack
+from weight_sync.comm.deadline import Deadline
+from weight_sync.errors import (
+    DeadlineError,
+    EngineStateError,
+    PlanMismatchError,
+    RefitError,
+)
+from weight_sync.identity import device_identity, host_identity
+from weight_sync.kernels.base import CompiledDigest
+from weight_sync.messages import (
+    AwaitVersion,
+    Digests,
+    Done,
+    Exports,
+    GetDigests,
+    GetExports,
+    GetManifest,
+    GetReplicaDigests,
+    GotManifest,
+    Message,
+    Published,
+    Release,
+    SetProgram,
+    StageBucket,
+    Staged,
+    TrainerEndpointInfo,
+    decode_trainer_request,
+    encode,
+    to_failure,
+)
+from weight_sync.program import SenderProgram
+from weight_sync.sources.base import WeightSource
+from weight_sync.trainer.export import Exporter, LocalRegions, collect
+from weight_sync.trainer.hashing import compile_hash, compile_replica_hash
+from weight_sync.trainer.ring import Ring
+from weight_sync.wire.server import Server
+
+class TrainerEndpoint:
+    """Serves one trainer rank's weights to refits.
+
+    The trainer's own thread calls :meth:`publish` after each optimizer step and must not change
+    weights until :meth:`wait` returned (or, where one controller drives everything, until
+    ``sync_weights`` returned).
+
+    Args:
+        source: The rank's weights.
+        rank: Trainer rank.
+        engine_device: ``"cuda"`` if engines hold their weights on GPUs, else ``"cpu"``.
+        host: Address to listen on for engines of other machines; None stays on this one.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        rank: int,
+        *,
+        engine_device: str = "cpu",
+        host: str | None = None,
+    ) -> None:
+        self.rank = rank
+        self._source = source
+        self._engine_device = engine_device
+        self._device_index = torch.cuda.current_device() if engine_device == "cuda" else None
+        device = device_identity(self._device_index)
+        source.prepare()
+        self._manifest = source.manifest(rank, host_identity(), device)
+        self._exporter = Exporter()
+        self._regions: LocalRegions | None = None
+        self._fingerprint: object = None
+        self._generation = 0
+        self._program: SenderProgram | None = None
+        self._hashes: dict[object, CompiledDigest] = {}
+        self._digests: dict[tuple[int, int], Digests] = {}
+        self._rings: dict[int, Ring] = {}
+        self._version = -1
+        self._released: tuple[int, str] = (-1, "")
+        self._event: torch.cuda.Event | None = None
+        self._changed = threading.Condition()
+        self._work = threading.RLock()
+        self._closed = False
+        self._server = Server(self._serve, host=host)
+        self.info = TrainerEndpointInfo(rank, self._server.address, self._manifest.host, device)
+
+    # --- the trainer's own thread ---------------------------------------------------------------
+
+    def publish(self, version: int) -> None:
+        """Says that the weights are at ``version``; they must not change until released.
+
+        Work already queued on the current CUDA stream is waited for before anyone reads.
+
+        Raises:
+            EngineStateError: If the endpoint is closed or the version does not grow.
+        """
+        if self._closed:
+            raise EngineStateError(f"trainer {self.rank}: the endpoint is closed; make a new one")
+        if version <= self._version and self._released[0] >= self._version:
+            raise EngineStateError(
+                f"trainer {self.rank} already published version {self._version}; versions must "
+                f"grow, {version} does not"
+            )
+        self._source.prepare()
+        with self._work:
+            fingerprint = self._source.fingerprint()
+            if self._regions is None or fingerprint != self._fingerprint:
+                self._load_regions(fingerprint)
+            if self._device_index is not None:
+                self._event = torch.cuda.Event()
+                self._event.record(torch.cuda.current_stream(self._device_index))
+        with self._changed:
+            self._digests.clear()
+            self._version = version
+            self._changed.notify_all()
+
+    def wait(self, version: int, seconds: float | None = None) -> None:
+        """Waits until the refit of ``version`` ended.
+
+        Raises:
+            RefitError: If it failed; every rank gets the same reason.
+            DeadlineError: If nobody ended it in time.
+        """
+        deadline = Deadline(env.deadline_seconds() if seconds is None else seconds)
+        with self._changed:
+            while self._released[0] < version:
+                if not self._changed.wait(deadline.remaining()) and deadline.expired:
+                    raise DeadlineError(
+                        f"trainer {self.rank} waited {deadline.seconds:g} s for the refit to end",
+                        stage="release",
+                        version=version,
+                        remedy="check that sync_weights() was called for this version",
+                    )
+            if self._released[0] == version and self._released[1]:
+                raise RefitError(self._released[1], stage="release", version=version)
+
+    def forget(self) -> None:
+        """Drops every reference to weight memory; call it before offloading or freeing weights."""
+        with self._work:
+            self._regions = None
+            self._fingerprint = None
+            self._hashes.clear()
+            self._exporter.forget()
+            for ring in self._rings.values():
+                ring.close()
+            self._rings.clear()
+
+    def close(self) -> None:
+        """Stops serving; safe twice."""
+        if not self._closed:
+            self._closed = True
+            self._server.close()
+            self.forget()
+
+    def _load_regions(self, fingerprint: object) -> None:
+        self.forget()
+        count = self._manifest.owner.shape[0]
+        self._regions = collect([self._source.region(i) for i in range(count)])
+        self._fingerprint = fingerprint
+        self._generation += 1
+
+    # --- serving threads ------------------------------------------------------------------------
+
+    def _serve(self, raw: bytes) -> bytes:
+        stage = "serve"
+        try:
+            request = decode_trainer_request(raw)
+            stage = type(request).__name__
+            if self._device_index is not None:
+                torch.cuda.set_device(self._device_index)
+            return encode(self._answer(request))
+        except Exception as error:  # Everything that fails must reach the asking side.
+            return encode(to_failure(error, stage))
+
+    def _answer(self, request: Message) -> Message:
+        match request:
+            case GetManifest():
+                return GotManifest(self._manifest)
+            case SetProgram(program):
+                with self._work:
+                    self._program = program
+                    self._hashes.clear()
+                    self._digests.clear()
+                    self._rings.clear()
+                return Done()
+            case AwaitVersion(version, epoch, seconds):
+                return self._await_version(version, epoch, Deadline(seconds))
+            case GetExports(epoch, digest):
+                return self._exports(epoch, digest)
+            case GetDigests(epoch, digest, version, class_id):
+                return self._class_digests(epoch, digest, version, class_id)
+            case GetReplicaDigests(version):
+                return self._replica_digests(version)
+            case StageBucket(epoch, digest, version, worker, bucket):
+                return self._stage(epoch, digest, version, worker, bucket)
+            case Release(version, error):
+                with self._changed:
+                    self._released = (version, error)
+                    self._changed.notify_all()
+                return Done()
+            case _:
+                raise PlanMismatchError(f"trainer {self.rank} does not know {type(request)}")
+
+    def _await_version(self, version: int, epoch: int, deadline: Deadline) -> Published:
+        with self._changed:
+            while self._version < version:
+                if not self._changed.wait(deadline.remaining()) and deadline.expired:
+                    raise DeadlineError(
+                        f"trainer {self.rank} is at version {self._version} and did not publish "
+                        f"{version} within {deadline.seconds:g} s",
+                        stage="publish",
+                        version=version,
+                        epoch=epoch,
+                        ranks=[f"trainer {self.rank}"],
+                        remedy="call publish() on every trainer rank before or during sync_weights()",
+                    )
+            if self._version != version:
+                raise RefitError(
+                    f"trainer {self.rank} is already at version {self._version}",
+                    stage="publish",
+                    version=version,
+                    epoch=epoch,
+                    ranks=[f"trainer {self.rank}"],
+                )
+        if self._event is not None:
+            self._event.synchronize()
+        return Published(version, self._generation)
+
+    def _checked(self, epoch: int, digest: str) -> SenderProgram:
+        program = self._program
+        if program is None or (program.epoch, program.plan_digest) != (epoch, digest):
+            have = "no plan" if program is None else f"epoch {program.epoch}, {program.plan_digest}"
+            raise PlanMismatchError(
+                f"trainer {self.rank} holds {have}, but was asked for epoch {epoch}, {digest}. "
+                "Nothing was sent; call init_communicator() again."
+            )
+        return program
+
+    def _local(self, version: int | None = None) -> LocalRegions:
+        if version is not None and version != self._version:
+            raise RefitError(
+                f"trainer {self.rank} was asked for version {version} but is at {self._version}",
+                stage="transfer",
+                version=version,
+            )
+        if self._regions is None:
+            self._load_regions(self._source.fingerprint())
+        assert self._regions is not None
+        return self._regions
+
+    def _exports(self, epoch: int, digest: str) -> Exports:
+        self._checked(epoch, digest)
+        with self._work:
+            return self._exporter.export(
+                self._local(),
+                self._generation,
+                accelerator=self._engine_device == "cuda",
+            )
+
+    def _class_digests(self, epoch: int, digest: str, version: int, class_id: int) -> Digests:
+        program = self._checked(epoch, digest)
+        with self._work:
+            key = (version, class_id)
+            if key not in self._digests:
+                task = next((t for t in program.hashes if t.class_id == class_id), None)
+                if task is None:
+                    self._digests[key] = Digests(pack(np.zeros(0, np.uint64)))
+                else:
+                    regions = self._local(version)
+                    if class_id not in self._hashes:
+                        self._hashes[class_id] = compile_hash(self._manifest, regions, task)
+                    self._digests[key] = Digests(pack(self._hashes[class_id].run()))
+            return self._digests[key]
+
+    def _replica_digests(self, version: int) -> Digests:
+        with self._work:
+            regions = self._local(version)
+            return Digests(pack(compile_replica_hash(self._manifest, regions).run()))
+
+    def _stage(self, epoch: int, digest: str, version: int, worker: int, bucket: int) -> Staged:
+        program = self._checked(epoch, digest)
+        with self._work:
+            regions = self._local(version)
+            if worker not in self._rings:
+                exports = self._exporter.export(
+                    regions, self._generation, accelerator=self._engine_device == "cuda"
+                )
+                task = next(t for t in program.sends if t.worker == worker)
+                place = exports.storage.unpack()[task.region.unpack()]
+                device = torch.device(self._engine_device, self._device_index)
+                self._rings[worker] = Ring(
+                    task,
+                    np.flatnonzero(place < 0),
+                    self._manifest,
+                    program.bucket_bytes,
+                    device,
+                )
+            return self._rings[worker].stage(version, bucket, regions)

@@ -1,0 +1,1 @@
+"""How bytes travel: every transport implements ``base`` and passes one contract suite."""

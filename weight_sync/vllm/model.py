@@ -1,0 +1,109 @@
+"""vLLM's model in a running worker, as the engine side of a refit sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from weight_sync.vllm.loading import (
+    VllmLoadingView,
+    live_tensors,
+    loading_view,
+)
+from weight_sync.vllm.probe import kind_of, layout_difference, probe_module
+from weight_sync.vllm.process import VllmUnitInstall, refresh_attention, run_post_load
+from weight_sync.worker.model import Mode
+
+
+class VllmModel:
+    """Implements :class:`weight_sync.worker.model.EngineModel` for a vLLM worker's model."""
+
+    def __init__(
+        self, model: torch.nn.Module, vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        self._model = model
+        self._config = vllm_config
+        self._device = device
+        self._modules = dict(model.named_modules())
+        self._modes: dict[str, Mode] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the live parameters."""
+        return self._device
+
+    @contextmanager
+    def loading_view(self) -> Iterator[VllmLoadingView]:
+        """All parameters on meta in loading layout."""
+        with set_current_vllm_config(self._config), loading_view(self._model) as view:
+            yield view
+
+    def shared_with(self) -> dict[str, str]:
+        """Units whose live tensors are those of an earlier unit (tied weights): name -> owner."""
+        owner: dict[int, str] = {}
+        shared: dict[str, str] = {}
+        for name, module in self._modules.items():
+            for tensor in live_tensors(module).parameters.values():
+                if tensor.numel() == 0:
+                    continue
+                first = owner.setdefault(tensor.data_ptr(), name)
+                if first != name:
+                    shared[name] = first
+        return shared
+
+    def probe(self, units: Iterable[str]) -> dict[str, Mode]:
+        """Modes of the named units; one experiment per kind of module."""
+        modes: dict[str, Mode] = {}
+        by_kind: dict[object, Mode] = {}
+        with set_current_vllm_config(self._config):
+            for name in units:
+                module = self._modules[name]
+                loading = self._loading_tensors(module)
+                difference = layout_difference(module, loading)
+                if difference:
+                    modes[name] = Mode("processed", difference)
+                    continue
+                kind = kind_of(module, loading)
+                if kind not in by_kind:
+                    by_kind[kind] = probe_module(module, self._config)
+                modes[name] = by_kind[kind]
+        self._modes.update(modes)
+        return modes
+
+    def _loading_tensors(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        parameters, _ = get_layerwise_info(module).restore_metadata
+        return dict(parameters)
+
+    def live(self, unit: str) -> Mapping[str, torch.Tensor]:
+        """Live tensors of one unit."""
+        return live_tensors(self._modules[unit]).all()
+
+    def begin(self, unit: str) -> VllmUnitInstall:
+        """Starts a processed or loader install."""
+        return VllmUnitInstall(self._modules[unit], self._model, self._config)
+
+    def refresh_derived(self, units: Iterable[str]) -> None:
+        """Re-derives what other modules made from the installed units.
+
+        A tied head that packs its own copy (CPU) is processed again from the shared live tensor, and
+        attention layers that absorbed projections (MLA) absorb them again.
+        """
+        installed = set(units)
+        for name, owner in self.shared_with().items():
+            if owner in installed:
+                module = self._modules[name]
+                if self.probe([name])[name].name != "direct":
+                    run_post_load(module, self._config)
+        for name, module in self._modules.items():
+            if _absorbs_projections(module) and any(u.startswith(f"{name}.") for u in installed):
+                with set_current_vllm_config(self._config):
+                    refresh_attention(module, self._config.model_config)
+
+
+def _absorbs_projections(module: torch.nn.Module) -> bool:
+    """True for attention layers that keep matrices derived from their projections."""
+    return hasattr(module, "W_UV") or hasattr(module, "W_UK_T") or hasattr(module, "W_K")

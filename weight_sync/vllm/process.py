@@ -1,0 +1,139 @@
+"""Installs one module the way vLLM does after loading, without moving a live address."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from weight_sync.errors import EngineStateError
+from weight_sync.vllm.loading import (
+    LiveTensors,
+    live_tensors,
+    materialize,
+    place,
+    to_loading_layout,
+)
+
+
+def quant_method(module: torch.nn.Module) -> QuantizeMethodBase | None:
+    """The object that repacks the module after loading, if it has one."""
+    method = getattr(module, "quant_method", None)
+    return method if isinstance(method, QuantizeMethodBase) else None
+
+
+def run_post_load(module: torch.nn.Module, vllm_config: VllmConfig) -> None:
+    """Runs what vLLM runs on one module after loading it.
+
+    ``_already_called...`` guards second passes and a CPU MoE layer that kept its kernel would skip
+    packing, so both are reset first.
+    """
+    method = quant_method(module)
+    if method is None:
+        return
+    if hasattr(module, "_already_called_process_weights_after_loading"):
+        del module._already_called_process_weights_after_loading
+    if getattr(method, "moe_kernel", None) is not None and vllm_config.device_config.device_type == "cpu":
+        method.moe_kernel = None
+    with torch.no_grad(), set_current_vllm_config(vllm_config):
+        method.process_weights_after_loading(module)
+        if hasattr(module, "update_param_tp_status"):
+            module.update_param_tp_status()
+
+
+def plain_tensors(module: torch.nn.Module) -> dict[tuple[str, str], torch.Tensor]:
+    """Tensors kept as plain attributes of the module or its quant method, by (owner, name)."""
+    owners: dict[str, object] = {"module": module, "method": quant_method(module)}
+    return {
+        (owner, name): value
+        for owner, holder in owners.items()
+        for name, value in getattr(holder, "__dict__", {}).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def keep_addresses(module: torch.nn.Module, before: Mapping[tuple[str, str], torch.Tensor]) -> None:
+    """Copies re-created plain tensors into their old storage and puts the old ones back.
+
+    Kernels and CUDA graphs hold addresses, so derived tensors must not move.
+    """
+    owners: dict[str, object] = {"module": module, "method": quant_method(module)}
+    for (owner, name), old in before.items():
+        new = getattr(owners[owner], name, None)
+        if not isinstance(new, torch.Tensor) or new.data_ptr() == old.data_ptr():
+            continue
+        if new.shape != old.shape or new.dtype != old.dtype:
+            raise EngineStateError(
+                f"{type(module).__name__}.{name} changed from {old.dtype} {list(old.shape)} to "
+                f"{new.dtype} {list(new.shape)} while it was processed; reload this engine from disk"
+            )
+        old.data.copy_(new.data)
+        setattr(owners[owner], name, old)
+
+
+class VllmUnitInstall:
+    """One module between its first byte and its commit."""
+
+    def __init__(self, module: torch.nn.Module, model: torch.nn.Module, config: VllmConfig) -> None:
+        self._module = module
+        self._model = model
+        self._config = config
+        self._live: LiveTensors | None = live_tensors(module)
+        self._plain = plain_tensors(module)
+        try:
+            to_loading_layout(module)
+            materialize(module, self._live)
+        except BaseException:
+            self.abort()
+            raise
+        self._loaded: frozenset[str] = frozenset()
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Materialized tensors in loading layout."""
+        return live_tensors(self._module).all()
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Runs the model's loaders over whole tensors that concern only this module."""
+        with torch.no_grad(), set_current_vllm_config(self._config):
+            self._model.load_weights(weights)
+
+    def finish(self) -> None:
+        """Post-processes, copies results into the live tensors and puts those back."""
+        assert self._live is not None
+        module, live = self._module, self._live
+        run_post_load(module, self._config)
+        results = live_tensors(module).all()
+        for name, old in live.all().items():
+            new = results.get(name)
+            if new is None or name in live.non_persistent or new is old:
+                continue
+            if new.shape != old.shape or new.dtype != old.dtype:
+                raise EngineStateError(
+                    f"{type(module).__name__}.{name}: processing gave {new.dtype} "
+                    f"{list(new.shape)} where the engine holds {old.dtype} {list(old.shape)}; "
+                    "this layer cannot be refitted in place, reload the engine from disk"
+                )
+            old.data.copy_(new.data)
+        place(module, live)
+        keep_addresses(module, self._plain)
+        get_layerwise_info(module).reset()
+        self._live = None
+
+    def abort(self) -> None:
+        """Puts the live tensors back."""
+        if self._live is not None:
+            place(self._module, self._live)
+            get_layerwise_info(self._module).reset()
+            self._live = None
+
+
+def refresh_attention(module: torch.nn.Module, config: ModelConfig) -> None:
+    """Recomputes what an attention layer derived from its projections (MLA), in place."""
+    before = plain_tensors(module)
+    with torch.no_grad():
+        module.process_weights_after_loading(config.dtype)
+    keep_addresses(module, before)

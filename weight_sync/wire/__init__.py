@@ -1,0 +1,1 @@
+"""Requests and replies over ZMQ: checked structs, private addresses, a deadline on every wait."""

@@ -1,0 +1,98 @@
+"""Serves requests of other processes from threads of this one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import zmq
+
+from weight_sync.errors import ConfigError
+from weight_sync.wire.address import Address, PrivateDirectory
+
+Handler = Callable[[bytes], bytes]
+
+
+class Server:
+    """A ROUTER socket whose requests run on a few threads.
+
+    Args:
+        handler: Turns a request into a reply; it must not raise, an exception closes nothing but
+            leaves that client waiting until its deadline.
+        host: Address to listen on over TCP with CURVE; None listens on a private Unix socket.
+        threads: Requests that may run at once.
+    """
+
+    def __init__(self, handler: Handler, *, host: str | None = None, threads: int = 4) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._directory: PrivateDirectory | None = None
+        key = ""
+        if host is None:
+            self._directory = PrivateDirectory()
+            url = self._directory.socket_url()
+            self._socket.bind(url)
+        else:
+            if not zmq.has("curve"):
+                raise ConfigError("this pyzmq has no CURVE support; install the wheel from PyPI")
+            public, secret = zmq.curve_keypair()
+            self._socket.curve_secretkey = secret
+            self._socket.curve_publickey = public
+            self._socket.curve_server = True
+            port = self._socket.bind_to_random_port(f"tcp://{host}")
+            url, key = f"tcp://{host}:{port}", public.decode()
+        self.address = Address(url, key)
+        self._wake_url = f"inproc://wake-{id(self)}"
+        self._wake = self._context.socket(zmq.PULL)
+        self._wake.bind(self._wake_url)
+        self._local = threading.local()
+        self._handler = handler
+        self._closed = threading.Event()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-sync-serve")
+        self._thread = threading.Thread(target=self._serve, name="weight-sync-server", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        while not self._closed.is_set():
+            ready = dict(poller.poll(1000))
+            if self._wake in ready:
+                parts = self._wake.recv_multipart()
+                if len(parts) == 3:
+                    self._socket.send_multipart(parts)
+            if self._socket in ready:
+                parts = self._socket.recv_multipart()
+                if len(parts) == 3:
+                    self._pool.submit(self._run, *parts)
+        self._socket.close(0)
+        self._wake.close(0)
+
+    def _run(self, client: bytes, number: bytes, request: bytes) -> None:
+        reply = self._handler(request)
+        if not self._closed.is_set():
+            self._notify([client, number, reply])
+
+    def _notify(self, parts: list[bytes]) -> None:
+        # Sockets belong to one thread; replies travel to the serving thread over inproc.
+        push = getattr(self._local, "push", None)
+        if push is None:
+            push = self._context.socket(zmq.PUSH)
+            push.setsockopt(zmq.LINGER, 0)
+            push.connect(self._wake_url)
+            self._local.push = push
+        push.send_multipart(parts)
+
+    def close(self) -> None:
+        """Stops serving and removes the socket; safe twice."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._thread.join(timeout=5)
+        self._context.destroy(linger=0)
+        if self._directory is not None:
+            self._directory.close()

@@ -1,0 +1,1 @@
+"""The engine side of a refit, independent of which engine it is."""

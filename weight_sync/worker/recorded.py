@@ -1,0 +1,210 @@
+"""Turns what loaders did into a recording: modes decided, coverage checked, nothing left over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+
+from weight_sync.arrays import pack
+from weight_sync.errors import CoverageError
+from weight_sync.layout import contiguous_strides, full_box
+from weight_sync.manifest import TensorSpec, pad_boxes
+from weight_sync.plan import matches
+from weight_sync.recording import ParameterSpec, Recording, SourceSpec, UnitSpec
+from weight_sync.strided import MappedBox
+from weight_sync.worker.model import EngineModel, LoadingView, Mode, UnitView
+from weight_sync.worker.record import (
+    ParameterKey,
+    RawRecording,
+    RecordedFill,
+    RecordedSlice,
+    record,
+)
+
+# Loader units receive whole checkpoint tensors under this attribute prefix.
+WHOLE = "@"
+
+
+@dataclass(frozen=True)
+class WorkerRecording:
+    """A recording plus what only this worker needs to install from it.
+
+    Attributes:
+        recording: What travels to the planner.
+        fills: Constants per unit name.
+    """
+
+    recording: Recording
+    fills: Mapping[str, tuple[RecordedFill, ...]]
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def make_recording(
+    model: EngineModel, offers: Sequence[TensorSpec], not_trained: Sequence[str]
+) -> WorkerRecording:
+    """Records, probes and checks one worker.
+
+    Args:
+        model: The engine's model.
+        offers: Every tensor the trainer has.
+        not_trained: Names or ``prefix*`` of engine parameters that keep their values.
+
+    Raises:
+        CoverageError: Listing parameters nothing wrote and tensors whose shape loaders refuse.
+    """
+    with model.loading_view() as view:
+        raw = _record_all(view, offers)
+        units = view.units
+        missing = _unwritten(units, raw, model.shared_with(), not_trained)
+    if missing:
+        raise CoverageError(unwritten=missing)
+    used = sorted({s.parameter.unit for s in raw.slices} | set(raw.touched))
+    modes = model.probe(units[u].name for u in used if u not in raw.unreadable)
+    modes |= {units[u].name: Mode("loader", why) for u, why in raw.unreadable.items()}
+    return _assemble(units, used, modes, raw, offers)
+
+
+def _record_all(view: LoadingView, offers: Sequence[TensorSpec]) -> RawRecording:
+    """Records; tensors that loaders refuse are set aside so that all of them can be listed."""
+    refused: dict[int, str] = {}
+    while True:
+        last = [-1]
+        kept = [i for i in range(len(offers)) if i not in refused]
+        try:
+            raw = record(view, [offers[i] for i in kept], notify=lambda i: last.__setitem__(0, i))
+        except Exception as error:
+            if last[0] < 0 or len(refused) >= 64:
+                raise
+            spec = offers[kept[last[0]]]
+            refused[kept[last[0]]] = (
+                f"{spec.name}: trainer has {spec.dtype} {list(spec.shape)}, the engine's loader "
+                f"said {type(error).__name__}: {error}"
+            )
+            continue
+        if refused:
+            raise CoverageError(disagreeing=refused.values())
+        return raw
+
+
+def _unwritten(
+    units: Sequence[UnitView],
+    raw: RawRecording,
+    shared: Mapping[str, str],
+    not_trained: Sequence[str],
+) -> list[str]:
+    """Parameters of which at least one element is written by nobody, with how many."""
+    views: dict[ParameterKey, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
+    for s in raw.slices:
+        m = s.mapped
+        views.setdefault(s.parameter, []).append((m.dst_offset, m.box.size, m.dst_stride))
+    for f in raw.fills:
+        views.setdefault(f.parameter, []).append((f.view.offset, f.view.size, f.view.stride))
+    missing = []
+    for number, unit in enumerate(units):
+        if number in raw.unreadable:
+            continue
+        for attribute, tensor in unit.tensors.items():
+            name = f"{unit.name}.{attribute}" if unit.name else attribute
+            writes = views.get(ParameterKey(number, attribute), [])
+            total = sum(prod(size) for _, size, _ in writes)
+            if attribute in unit.optional and not writes:
+                continue
+            if unit.name in shared and not writes:
+                continue
+            if total > tensor.numel():
+                total = _exact(tensor, writes)
+            if total < tensor.numel() and not matches(name, not_trained):
+                missing.append(f"{name} ({total} of {tensor.numel()} elements written)")
+    return missing
+
+
+def _exact(
+    tensor: torch.Tensor, writes: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]
+) -> int:
+    """Distinct elements written, where writes overlap (a tensor loaded twice)."""
+    flat = torch.zeros(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=torch.bool)
+    for offset, size, stride in writes:
+        flat.as_strided(size, stride, offset).fill_(True)
+    return int(flat.sum())
+
+
+def _assemble(
+    units: Sequence[UnitView],
+    used: Sequence[int],
+    modes: Mapping[str, Mode],
+    raw: RawRecording,
+    offers: Sequence[TensorSpec],
+) -> WorkerRecording:
+    unit_number = {u: i for i, u in enumerate(used)}
+    slices = [s for s in raw.slices if s.parameter.unit not in raw.unreadable]
+    for unit in sorted(raw.unreadable):
+        for source in sorted(raw.touched.get(unit, ())):
+            shape = offers[source].shape
+            whole = MappedBox(full_box(shape), 0, contiguous_strides(shape))
+            slices.append(RecordedSlice(source, ParameterKey(unit, f"{WHOLE}{source}"), whole))
+    slices.sort(key=lambda s: unit_number[s.parameter.unit])
+    source_number = {s: i for i, s in enumerate(sorted({s.source for s in slices}))}
+    parameters: dict[ParameterKey, int] = {}
+    specs: list[ParameterSpec] = []
+    slots: dict[tuple[int, int], int] = {}
+    columns: list[tuple[int, int, int]] = []
+    for s in slices:
+        if s.parameter not in parameters:
+            parameters[s.parameter] = len(specs)
+            specs.append(_parameter_spec(units, unit_number, s, offers))
+        source, unit = source_number[s.source], unit_number[s.parameter.unit]
+        slot = slots.setdefault((source, unit), len(slots))
+        columns.append((source, parameters[s.parameter], slot))
+    width = max((len(s.mapped.box.size) for s in slices), default=1) or 1
+    offset, size = pad_boxes([s.mapped.box for s in slices], width)
+    stride = np.zeros((len(slices), width), np.int64)
+    for i, s in enumerate(slices):
+        if s.mapped.dst_stride:
+            stride[i, width - len(s.mapped.dst_stride) :] = s.mapped.dst_stride
+    table = np.array(columns, np.int32).reshape(len(columns), 3)
+    fills: dict[str, list[RecordedFill]] = {}
+    for fill in raw.fills:
+        fills.setdefault(units[fill.parameter.unit].name, []).append(fill)
+    recording = Recording(
+        sources=tuple(
+            SourceSpec(offers[s].name, offers[s].dtype, offers[s].shape) for s in source_number
+        ),
+        parameters=tuple(specs),
+        units=tuple(
+            UnitSpec(units[u].name, modes[units[u].name].name, modes[units[u].name].reason)
+            for u in used
+        ),
+        source=pack(table[:, 0]),
+        parameter=pack(table[:, 1]),
+        offset=pack(offset),
+        size=pack(size),
+        dst_offset=pack(np.array([s.mapped.dst_offset for s in slices], np.int64)),
+        dst_stride=pack(stride),
+        slot=pack(table[:, 2]),
+        slot_source=pack(np.array([source for source, _ in slots], np.int32)),
+    )
+    return WorkerRecording(recording, {k: tuple(v) for k, v in fills.items()})
+
+
+def _parameter_spec(
+    units: Sequence[UnitView],
+    unit_number: Mapping[int, int],
+    s: RecordedSlice,
+    offers: Sequence[TensorSpec],
+) -> ParameterSpec:
+    unit = units[s.parameter.unit]
+    name = f"{unit.name}.{s.parameter.attribute}" if unit.name else s.parameter.attribute
+    if s.parameter.attribute.startswith(WHOLE):
+        spec = offers[s.source]
+        return ParameterSpec(name, spec.dtype, spec.shape, unit_number[s.parameter.unit])
+    tensor = unit.tensors[s.parameter.attribute]
+    return ParameterSpec(
+        name, _dtype_name(tensor), tuple(tensor.shape), unit_number[s.parameter.unit]
+    )
