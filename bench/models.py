@@ -71,6 +71,20 @@ CONFIGS: dict[str, Config] = {
         "mlp_only_layers": [],
         "attention_bias": False,
     },
+    "smollm2-135m": {
+        **_TINY,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+    },
     "qwen3-8b": {
         **_QWEN3,
         "architectures": ["Qwen3ForCausalLM"],
@@ -120,17 +134,18 @@ def shapes(cfg: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     kv = int(cfg["num_key_value_heads"])  # type: ignore[call-overload]
     head_dim = int(cfg.get("head_dim", hidden // heads))  # type: ignore[call-overload]
     vocab = int(cfg["vocab_size"])  # type: ignore[call-overload]
-    qwen2 = cfg["model_type"] == "qwen2"
+    biased = cfg["model_type"] == "qwen2"
+    normed = str(cfg["model_type"]).startswith("qwen3")
     yield "model.embed_tokens.weight", (vocab, hidden)
     for i in range(int(cfg["num_hidden_layers"])):  # type: ignore[call-overload]
         p = f"model.layers.{i}."
         yield p + "input_layernorm.weight", (hidden,)
         for proj, rows in (("q", heads), ("k", kv), ("v", kv)):
             yield p + f"self_attn.{proj}_proj.weight", (rows * head_dim, hidden)
-            if qwen2:
+            if biased:
                 yield p + f"self_attn.{proj}_proj.bias", (rows * head_dim,)
         yield p + "self_attn.o_proj.weight", (hidden, heads * head_dim)
-        if not qwen2:
+        if normed:
             yield p + "self_attn.q_norm.weight", (head_dim,)
             yield p + "self_attn.k_norm.weight", (head_dim,)
         yield p + "post_attention_layernorm.weight", (hidden,)

@@ -60,6 +60,7 @@ def run(build: Path) -> Result:
             before = engine.greedy(prompts, FINAL_TOKENS)
             synchronizer = WeightSynchronizer(endpoints, [LocalLLM(engine.llm)])
             try:
+                synchronizer.init_communicator()
                 records = Loop(engine, trainers, synchronizer).run(STEPS)
             finally:
                 synchronizer.shutdown()

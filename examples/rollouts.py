@@ -26,7 +26,7 @@ def prepare_environment() -> None:
         # Waiting threads sleep: spinning ones starve the others when the cores are shared.
         "OMP_WAIT_POLICY": "PASSIVE",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
     }
     for name, value in defaults.items():

@@ -10,7 +10,7 @@ from commands import Sample
 from records import StepRecord
 from rollouts import Engine
 from trainers import Trainers
-from weight_sync.report import RefitReport
+from weight_sync.report import STAGES, RefitReport
 from weight_sync.synchronizer import WeightSynchronizer
 
 GROUP = 4
@@ -53,7 +53,7 @@ class Loop:
                 version=report.version,
                 reward=mean_reward,
                 refit_ms=refit_ms,
-                stages={name: seconds * 1e3 for name, seconds in report.seconds.items()},
+                stages={n: report.seconds[n] * 1e3 for n in STAGES if n in report.seconds},
                 bytes=report.bytes,
                 verified=report.verified,
                 logprob_gap=self._gap(samples),

@@ -6,7 +6,12 @@ classes keep that working while every one of them is still a :class:`WeightSyncE
 
 from __future__ import annotations
 
-from weight_sync.errors import ConfigError, GenerationUnavailableError, WeightSyncError
+from weight_sync.errors import (
+    ConfigError,
+    EngineStateError,
+    GenerationUnavailableError,
+    WeightSyncError,
+)
 
 
 class GenerationConfigError(ConfigError, ValueError):
@@ -43,3 +48,7 @@ class NoHealthyShardsError(GenerationUnavailableError, RuntimeError):
 
 class GenerationFleetExhausted(GenerationUnavailableError, RuntimeError):
     """Too few shards are left for the run to be worth continuing."""
+
+
+class FleetStateError(EngineStateError, RuntimeError):
+    """A call that the fleet cannot serve as it is: wrong kind of engine, or no workers."""

@@ -1,8 +1,8 @@
 """Chooses which owner sends each piece, so that senders carry equal loads.
 
 Owners on the receiver's own GPU come first, then its host, then all others. Within the cheapest
-owners, bytes are poured like water: every set of owners is filled so that its busiest member stays as
-low as possible. Pieces stay in order, so a sender serves runs of neighbours and not single pieces.
+owners, bytes are poured like water: every set of owners is filled so that its busiest member stays
+as low as possible. Pieces stay in order, so a sender serves runs of neighbours, not single pieces.
 """
 
 from __future__ import annotations
@@ -57,10 +57,25 @@ def pour(amount: int, levels: Sequence[int]) -> list[int]:
     return shares
 
 
+def _leaders(units: Sequence[NDArray[np.int32]]) -> I64:
+    """Per piece of all workers, the first piece of its unit on the same worker, or itself."""
+    out, at = [], 0
+    for unit in units:
+        lead = np.arange(len(unit), dtype=np.int64)
+        tied = np.flatnonzero(unit >= 0)
+        if len(tied):
+            _, first, inverse = np.unique(unit[tied], return_index=True, return_inverse=True)
+            lead[tied] = tied[first[inverse]]
+        out.append(lead + at)
+        at += len(unit)
+    return np.concatenate(out)
+
+
 def assign(
     regions: Regions,
     piece_region: Sequence[I64],
     piece_bytes: Sequence[I64],
+    piece_unit: Sequence[NDArray[np.int32]],
     worker_class: Sequence[int],
     cost: NDArray[np.int8],
 ) -> list[NDArray[np.int32]]:
@@ -70,6 +85,8 @@ def assign(
         regions: Distinct regions with owners.
         piece_region: Per class, int64 ``[n]`` region of each piece.
         piece_bytes: Per class, int64 ``[n]`` bytes of each piece.
+        piece_unit: Per class, int32 ``[n]``; pieces of a worker with equal unit >= 0 and equal
+            owners get the same sender.
         worker_class: Class of each worker.
         cost: int8 ``[trainer ranks, workers]``; smaller is closer.
 
@@ -88,12 +105,15 @@ def assign(
     load: dict[int, int] = defaultdict(int)
     for owners in sorted(demand, key=lambda o: (len(o), o)):
         parts = demand[owners]
+        lead = _leaders([piece_unit[worker_class[w]][rows] for w, rows in parts])
         sizes = np.concatenate([piece_bytes[worker_class[w]][rows] for w, rows in parts])
+        sizes = np.bincount(lead, weights=sizes, minlength=len(lead)).astype(np.int64)
         total = int(sizes.sum())
         shares = pour(total, [load[o] for o in owners])
         bounds = np.cumsum(shares)
         middle = np.cumsum(sizes) - (sizes + 1) // 2
         chosen = np.searchsorted(bounds, middle, side="right").clip(max=len(owners) - 1)
+        chosen = chosen[lead]
         picked = np.array(owners, np.int32)[chosen]
         at = 0
         for worker, rows in parts:

@@ -10,22 +10,25 @@ from typing import TypeVar
 from weight_sync.comm.deadline import Deadline
 from weight_sync.errors import DeadlineError, RefitError, WeightSyncError
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
 def run_all(
-    calls: Mapping[str, Callable[[], T]],
+    participants: Mapping[str, K],
+    call: Callable[[K], T],
     deadline: Deadline,
     stage: str,
     version: int | None = None,
     epoch: int | None = None,
 ) -> tuple[dict[str, T], dict[str, WeightSyncError]]:
-    """Runs every call in a thread of its own.
+    """Calls every participant in a thread of its own.
 
     A call that is stuck keeps its daemon thread but nobody waits for it longer than the deadline.
 
     Args:
-        calls: Participant name -> call.
+        participants: Name -> what ``call`` takes.
+        call: What is done with each.
         deadline: Shared by all.
         stage: For errors.
         version: For errors.
@@ -35,11 +38,14 @@ def run_all(
         Results of those that succeeded and errors of the others, by participant.
     """
     futures: dict[Future[T], str] = {}
-    for who, call in calls.items():
+    for who, participant in participants.items():
         future: Future[T] = Future()
         futures[future] = who
         threading.Thread(
-            target=_run, args=(future, call), name=f"weight-sync-{stage}-{who}", daemon=True
+            target=_run,
+            args=(future, call, participant),
+            name=f"weight-sync-{stage}-{who}",
+            daemon=True,
         ).start()
     pending = set(futures)
     while pending and not deadline.expired:
@@ -73,9 +79,9 @@ def run_all(
     return results, errors
 
 
-def _run(future: Future[T], call: Callable[[], T]) -> None:
+def _run(future: Future[T], call: Callable[[K], T], participant: K) -> None:
     try:
-        future.set_result(call())
+        future.set_result(call(participant))
     except BaseException as error:  # Handed to whoever reads the future.
         future.set_exception(error)
 

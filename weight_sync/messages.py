@@ -36,17 +36,17 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 # --- to a trainer rank -------------------------------------------------------------------------
 
 
-class GetManifest(Message):
+class GetManifest(Message, frozen=True):
     """Asks what the rank holds."""
 
 
-class SetProgram(Message):
+class SetProgram(Message, frozen=True):
     """Hands over the rank's part of a plan."""
 
     program: SenderProgram
 
 
-class AwaitVersion(Message):
+class AwaitVersion(Message, frozen=True):
     """Waits until the rank says its weights are at ``version`` and will not change."""
 
     version: int
@@ -54,14 +54,14 @@ class AwaitVersion(Message):
     seconds: float
 
 
-class GetExports(Message):
+class GetExports(Message, frozen=True):
     """Asks how a peer on this host reaches the rank's regions."""
 
     epoch: int
     plan_digest: str
 
 
-class GetDigests(Message):
+class GetDigests(Message, frozen=True):
     """Asks for the digests of what this rank contributes to one class of workers."""
 
     epoch: int
@@ -70,13 +70,13 @@ class GetDigests(Message):
     class_id: int
 
 
-class GetReplicaDigests(Message):
+class GetReplicaDigests(Message, frozen=True):
     """Asks for one digest per owned region, to compare replicas."""
 
     version: int
 
 
-class StageBucket(Message):
+class StageBucket(Message, frozen=True):
     """Asks the rank to pack one bucket of its stream to a worker into a slot of its ring."""
 
     epoch: int
@@ -86,7 +86,7 @@ class StageBucket(Message):
     bucket: int
 
 
-class Release(Message):
+class Release(Message, frozen=True):
     """Ends a refit for the rank: it may change its weights again."""
 
     version: int
@@ -96,17 +96,17 @@ class Release(Message):
 # --- from a trainer rank -----------------------------------------------------------------------
 
 
-class GotManifest(Message):
+class GotManifest(Message, frozen=True):
     """What the rank holds."""
 
     manifest: Manifest
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """Nothing to report."""
 
 
-class Published(Message):
+class Published(Message, frozen=True):
     """The rank's weights are at ``version``."""
 
     version: int
@@ -137,7 +137,7 @@ class StorageHandle(msgspec.Struct, frozen=True, array_like=True):
     device: str = ""
 
 
-class Exports(Message):
+class Exports(Message, frozen=True):
     """How a peer reaches regions.
 
     Attributes:
@@ -157,7 +157,7 @@ class Exports(Message):
     dtypes: tuple[str, ...]
 
 
-class Staged(Message):
+class Staged(Message, frozen=True):
     """A bucket lies in a ring slot.
 
     Attributes:
@@ -169,7 +169,7 @@ class Staged(Message):
     buckets: int
 
 
-class Digests(Message):
+class Digests(Message, frozen=True):
     """uint64 sums, as :class:`PackedArray`."""
 
     values: PackedArray
@@ -178,7 +178,7 @@ class Digests(Message):
 # --- to an engine worker -----------------------------------------------------------------------
 
 
-class Record(Message):
+class Record(Message, frozen=True):
     """Asks what the worker's loaders read of the offered tensors."""
 
     offers: tuple[TensorSpec, ...]
@@ -194,7 +194,7 @@ class TrainerEndpointInfo(msgspec.Struct, frozen=True, array_like=True):
     device: str
 
 
-class Attach(Message):
+class Attach(Message, frozen=True):
     """Hands over every worker's part of a plan and connects the workers to the trainer.
 
     One request reaches all workers of a shard; each takes the program at its own rank.
@@ -206,7 +206,7 @@ class Attach(Message):
     seconds: float
 
 
-class Commit(Message):
+class Commit(Message, frozen=True):
     """Installs a version into live weights; the engine is paused."""
 
     epoch: int
@@ -216,20 +216,20 @@ class Commit(Message):
     seconds: float
 
 
-class Detach(Message):
+class Detach(Message, frozen=True):
     """Drops connections and mappings of the current epoch."""
 
     reason: str
 
 
-class Status(Message):
+class Status(Message, frozen=True):
     """Asks for the worker's state."""
 
 
 # --- from an engine worker ---------------------------------------------------------------------
 
 
-class Recorded(Message):
+class Recorded(Message, frozen=True):
     """What the worker's loaders read and write, and where the worker runs."""
 
     worker: int
@@ -239,7 +239,7 @@ class Recorded(Message):
     pid: int
 
 
-class Attached(Message):
+class Attached(Message, frozen=True):
     """The worker is connected.
 
     Attributes:
@@ -251,7 +251,7 @@ class Attached(Message):
     extra_bytes: int
 
 
-class Committed(Message):
+class Committed(Message, frozen=True):
     """One version is installed.
 
     Attributes:
@@ -271,7 +271,7 @@ class Committed(Message):
     modes: dict[str, int]
 
 
-class WorkerState(Message):
+class WorkerState(Message, frozen=True):
     """What a worker knows of itself.
 
     Attributes:
@@ -285,7 +285,7 @@ class WorkerState(Message):
     epoch: int
 
 
-class Failure(Message):
+class Failure(Message, frozen=True):
     """A request that failed, with what is needed to raise it again elsewhere."""
 
     kind: str

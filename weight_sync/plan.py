@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from weight_sync.arrays import pack
 from weight_sync.assign import assign
+from weight_sync.dtypes import ITEMSIZE
 from weight_sync.errors import CoverageError, LayoutError
 from weight_sync.manifest import Catalogue, Manifest, build_catalogue
 from weight_sync.membership import Membership
@@ -72,39 +73,60 @@ class Plan:
 
     @cached_property
     def _unit_numbers(self) -> NDArray[np.int32]:
-        numbers: dict[str, int] = {}
-        return np.array(
-            [
-                numbers.setdefault(t.unit, len(numbers)) if t.unit else -1
-                for t in self.catalogue.tensors
-            ],
-            np.int32,
-        )
+        return unit_numbers(self.catalogue)
 
-    def _region_of(self, worker: int) -> NDArray[np.int32]:
-        """Number of each piece's region in its sender's own manifest."""
-        pieces = self.pieces[self.worker_class[worker]]
+    @cached_property
+    def _region_numbers(self) -> tuple[NDArray[np.int32], ...]:
+        """Per worker, the number of each piece's region in its sender's own manifest."""
         span = self.membership.trainer_world_size + 1
         key = np.repeat(np.arange(len(self.regions.tensor)), np.diff(self.regions.owner_first))
         key = key * span + self.regions.owner_rank
-        at = np.searchsorted(key, pieces.region * span + self.senders[worker])
-        return self.regions.owner_region[at].astype(np.int32)
+        out = []
+        for worker, c in enumerate(self.worker_class):
+            at = np.searchsorted(key, self.pieces[c].region * span + self.senders[worker])
+            out.append(self.regions.owner_region[at].astype(np.int32))
+        return tuple(out)
 
-    def _order(self, class_id: int) -> I64:
-        """Pieces in the order packed transports send them: units together, then by slice."""
-        pieces = self.pieces[class_id]
-        unit = self._unit_numbers[pieces.tensor].astype(np.int64)
-        lead = np.arange(len(pieces), dtype=np.int64)
-        if (unit >= 0).any():
-            first = np.full(int(unit.max()) + 1, len(pieces), np.int64)
-            np.minimum.at(first, unit[unit >= 0], lead[unit >= 0])
-            lead = np.where(unit >= 0, first[np.maximum(unit, 0)], lead)
-        return np.argsort(lead, kind="stable")
+    @cached_property
+    def _orders(self) -> tuple[I64, ...]:
+        """Per class, pieces in the order packed transports send them: units together, by slice."""
+        out = []
+        for pieces in self.pieces:
+            unit = self._unit_numbers[pieces.tensor].astype(np.int64)
+            lead = np.arange(len(pieces), dtype=np.int64)
+            if (unit >= 0).any():
+                first = np.full(int(unit.max()) + 1, len(pieces), np.int64)
+                np.minimum.at(first, unit[unit >= 0], lead[unit >= 0])
+                lead = np.where(unit >= 0, first[np.maximum(unit, 0)], lead)
+            out.append(np.argsort(lead, kind="stable"))
+        return tuple(out)
+
+    @cached_property
+    def _by_sender(self) -> tuple[tuple[I64, I64], ...]:
+        """Per worker, pieces sorted by sender, and where each sender's begin: ``[ranks + 1]``."""
+        ranks = np.arange(self.membership.trainer_world_size + 1)
+        out = []
+        for worker, c in enumerate(self.worker_class):
+            senders = self.senders[worker][self._orders[c]]
+            sort = np.argsort(senders, kind="stable")
+            out.append((self._orders[c][sort], np.searchsorted(senders[sort], ranks)))
+        return tuple(out)
+
+    @cached_property
+    def _wire_dtypes(self) -> tuple[tuple[str, ...], ...]:
+        """Per class, the dtype of each recording source as the trainer sends it."""
+        dtypes = {t.name: t.dtype for t in self.catalogue.tensors}
+        return tuple(tuple(dtypes[s.name] for s in r.sources) for r in self.recordings)
+
+    def _sent(self, worker: int, rank: int) -> I64:
+        """Pieces that ``rank`` sends to ``worker``, in the order of the worker's program."""
+        rows, first = self._by_sender[worker]
+        return rows[first[rank] : first[rank + 1]]
 
     def receiver_program(self, worker: int) -> ReceiverProgram:
         """The part of one worker."""
         c = self.worker_class[worker]
-        pieces, order = self.pieces[c], self._order(c)
+        pieces, order = self.pieces[c], self._orders[c]
         return ReceiverProgram(
             epoch=self.membership.epoch,
             plan_digest=self.digest,
@@ -112,14 +134,11 @@ class Plan:
             class_id=c,
             slice=pack(pieces.slice[order].astype(np.int32)),
             sender=pack(self.senders[worker][order]),
-            region=pack(self._region_of(worker)[order]),
+            region=pack(self._region_numbers[worker][order]),
             offset=pack(pieces.offset[order]),
             size=pack(pieces.size[order]),
             unit=pack(self._unit_numbers[pieces.tensor][order]),
-            wire_dtype=tuple(
-                self.catalogue.tensors[self.catalogue.index[s.name]].dtype
-                for s in self.recordings[c].sources
-            ),
+            wire_dtype=self._wire_dtypes[c],
             bucket_bytes=self.bucket_bytes,
         )
 
@@ -129,28 +148,27 @@ class Plan:
         for c, pieces in enumerate(self.pieces):
             # Replicas hold equal bytes, so the first worker's senders answer for the class.
             worker = self.worker_class.index(c)
-            mine = np.flatnonzero(self.senders[worker] == rank)
+            mine = self._sent(worker, rank)
             if len(mine):
                 hashes.append(
                     HashTask(
                         class_id=c,
-                        slots=len(self.recordings[c].slot_source.unpack()),
+                        slots=self.recordings[c].slot_source.shape[0],
                         slot=pack(pieces.slot[mine].astype(np.int32)),
-                        region=pack(self._region_of(worker)[mine]),
+                        region=pack(self._region_numbers[worker][mine]),
                         offset=pack(pieces.offset[mine]),
                         size=pack(pieces.size[mine]),
                     )
                 )
         sends = []
         for worker, c in enumerate(self.worker_class):
-            order = self._order(c)
-            mine = order[self.senders[worker][order] == rank]
+            mine = self._sent(worker, rank)
             if len(mine):
                 pieces = self.pieces[c]
                 sends.append(
                     SendTask(
                         worker=worker,
-                        region=pack(self._region_of(worker)[mine]),
+                        region=pack(self._region_numbers[worker][mine]),
                         offset=pack(pieces.offset[mine]),
                         size=pack(pieces.size[mine]),
                         unit=pack(self._unit_numbers[pieces.tensor][mine]),
@@ -211,8 +229,14 @@ def build_plan(
     pieces = [intersect(catalogue, regions, r) for r in distinct]
     if cost is None:
         cost = np.zeros((membership.trainer_world_size, membership.workers), np.int8)
+    units = unit_numbers(catalogue)
     senders = assign(
-        regions, [p.region for p in pieces], [p.nbytes for p in pieces], classes, cost
+        regions,
+        [p.region for p in pieces],
+        [p.nbytes for p in pieces],
+        [units[p.tensor] for p in pieces],
+        classes,
+        cost,
     )
     return Plan(
         membership=membership,
@@ -223,7 +247,18 @@ def build_plan(
         worker_class=tuple(classes),
         senders=tuple(senders),
         bucket_bytes=bucket_bytes,
-        digest=_digest(membership, catalogue, regions, list(numbers), classes, senders, bucket_bytes),
+        digest=_digest(
+            membership, catalogue, regions, list(numbers), classes, senders, bucket_bytes
+        ),
+    )
+
+
+def unit_numbers(catalogue: Catalogue) -> NDArray[np.int32]:
+    """int32 ``[tensors]``, equal for tensors that travel together, -1 for those that do not."""
+    numbers: dict[str, int] = {}
+    return np.array(
+        [numbers.setdefault(t.unit, len(numbers)) if t.unit else -1 for t in catalogue.tensors],
+        np.int32,
     )
 
 
@@ -250,18 +285,19 @@ def check_coverage(
         if groups[t.name] not in used_groups and not matches(t.name, not_trained)
     ]
     disagreeing: dict[str, None] = {}
+    code = {dtype: number for number, dtype in enumerate(ITEMSIZE)}
+    sent_as = {t.name: t.dtype for t in catalogue.tensors}
     for recording in recordings:
+        sent = np.array([code[sent_as[s.name]] for s in recording.sources], np.int64)
+        stored = np.array([code.get(p.dtype, -1) for p in recording.parameters], np.int64)
         source, parameter = recording.source.unpack(), recording.parameter.unpack()
-        pairs = np.unique(np.stack([source, parameter], axis=1), axis=0) if len(source) else []
-        for s, p in pairs:
-            name = recording.sources[int(s)].name
-            spec = catalogue.tensors[catalogue.index[name]]
-            target = recording.parameters[int(p)]
-            if spec.dtype != target.dtype:
-                disagreeing[
-                    f"{name} is sent as {spec.dtype}, engine stores {target.name} as {target.dtype}"
-                    " (declare a cast for it on the trainer)"
-                ] = None
+        for row in np.flatnonzero(sent[source] != stored[parameter]).tolist():
+            name = recording.sources[int(source[row])].name
+            target = recording.parameters[int(parameter[row])]
+            disagreeing[
+                f"{name} is sent as {sent_as[name]}, engine stores {target.name} as {target.dtype}"
+                " (declare a cast for it on the trainer)"
+            ] = None
     if unconsumed or disagreeing:
         raise CoverageError(unconsumed=unconsumed, disagreeing=disagreeing)
 

@@ -1,8 +1,8 @@
 """Turns a strided view of a row-major tensor back into boxes of that tensor.
 
-Engine loaders narrow, chunk, reshape and transpose a checkpoint tensor before they copy from it. What
-is left of all that is a storage offset, sizes and strides; here these become regions again, each with
-the stride that the destination has per global dimension.
+Engine loaders narrow, chunk, reshape and transpose a checkpoint tensor before they copy from it.
+What is left of all that is a storage offset, sizes and strides; here these become regions again,
+each with the stride that the destination has per global dimension.
 """
 
 from __future__ import annotations
@@ -68,11 +68,15 @@ def map_view(shape: Sequence[int], src: StridedView, dst: StridedView) -> list[M
     if prod(src.size) == 0:
         return []
     dims = [
-        _Dim(n, s, t)
-        for n, s, t in zip(src.size, src.stride, dst.stride, strict=True)
-        if n != 1
+        _Dim(n, s, t) for n, s, t in zip(src.size, src.stride, dst.stride, strict=True) if n != 1
     ]
     dims.sort(key=lambda d: -d.src)
+    reach = 0
+    for dim in reversed(dims):
+        # Narrow, step, transpose and reshape never make a stride shorter than what lies inside.
+        if dim.src <= reach:
+            raise LayoutError(f"a view of a tensor of shape {tuple(shape)} repeats its elements")
+        reach += (dim.size - 1) * dim.src
     return list(_resolve(tuple(shape), _merge(dims), src.offset, dst.offset))
 
 
@@ -96,8 +100,6 @@ def _resolve(
     size = [1] * len(shape)
     dst_stride = [0] * len(shape)
     for at, dim in enumerate(dims):
-        if dim.src <= 0:
-            raise LayoutError(f"a view of a tensor of shape {shape} repeats its elements")
         axis = next(
             (a for a in range(len(shape)) if strides[a] <= dim.src and shape[a] > 1),
             None,

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -45,11 +45,15 @@ class RankProcesses:
 
     def end(self, rank: int) -> Outcome:
         """Waits for the body of ``rank``, which must end within the patience of the test."""
-        connection = self._ranks[rank][1]
-        if not connection.poll(self._patience):
-            self.close()  # A stuck process must not fail the tests that follow.
-            raise AssertionError(f"rank {rank} is still busy after {self._patience} s")
-        return connection.recv()
+        process, connection = self._ranks[rank]
+        try:
+            if not connection.poll(self._patience):
+                raise AssertionError(f"rank {rank} is still busy after {self._patience} s")
+            return connection.recv()
+        except (AssertionError, OSError, EOFError) as error:
+            process.join(1.0)
+            self.close()  # One lost process must not fail the tests that follow.
+            raise AssertionError(f"rank {rank} ended with {process.exitcode}: {error!r}") from error
 
     def run(self, world: int, body: Callable[..., Any], *args: object) -> list[Outcome]:
         """Runs ``body(rank, world, *args)`` on all ranks and waits for them."""
@@ -110,9 +114,10 @@ def freeze() -> None:
 def wait_for_death(pid: int) -> None:
     """Waits until the process has ended, whether or not its parent has noticed."""
     end = time.monotonic() + 10
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end, f"process {pid} did not die"
-        time.sleep(0.01)
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < end, f"process {pid} did not die"
+            time.sleep(0.01)
 
 
 def _serve(connection: Connection) -> None:
@@ -131,4 +136,6 @@ def _serve(connection: Connection) -> None:
         except WeightSyncError as error:
             ranks = error.ranks if isinstance(error, RefitError) else ()
             kind, value = type(error).__name__, str(error)
+        except BaseException as error:  # A body that fails its own check: the test must see it.
+            kind, value, ranks = type(error).__name__, str(error), ()
         connection.send(Outcome(kind, value, ranks, time.monotonic() - begin))

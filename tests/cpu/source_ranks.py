@@ -40,11 +40,11 @@ class NoCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,  # noqa: ANN401 - torch hands over its own operator objects
+        func: Any,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             raise CollectiveRanError(str(func))
         return func(*args, **(kwargs or {}))

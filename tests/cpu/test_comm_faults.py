@@ -20,6 +20,7 @@ from weight_sync.errors import AbortedError
 
 WORKER = "shard 0 worker 0"
 BIG = 64 << 20  # Far more than the sockets on the way can hold.
+MANY = 32  # So many of them take much longer than the call that stops a process.
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,9 @@ def is_aborted_from_another_thread(rank: int, world: int, where: Rendezvous) -> 
 
 def is_aborted_within_a_buffer(rank: int, world: int, where: Rendezvous) -> float:
     with closing(build(rank, world, where)) as comm:
-        comm.recv(torch.empty(BIG, dtype=torch.uint8), 2)
+        buf = torch.empty(BIG, dtype=torch.uint8)
+        for _ in range(MANY):
+            comm.recv(buf, 2)
         timer = threading.Timer(0.5, comm.abort, ["the operator said so"])
         timer.start()
         begin = time.monotonic()
@@ -126,8 +129,10 @@ def is_aborted_within_a_buffer(rank: int, world: int, where: Rendezvous) -> floa
 
 def freezes_within_a_send(rank: int, world: int, where: Rendezvous) -> None:
     with closing(build(rank, world, where)) as comm:
-        for peer in (0, 1):
-            comm.send(torch.zeros(BIG, dtype=torch.uint8), peer)
+        buf = torch.zeros(BIG, dtype=torch.uint8)
+        for _ in range(MANY):
+            comm.send(buf, 0)
+            comm.send(buf, 1)
         freeze()
 
 

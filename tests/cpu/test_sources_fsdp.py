@@ -29,6 +29,9 @@ from torch.distributed.tensor.parallel import (
 from weight_sync.errors import LayoutError
 from weight_sync.manifest import build_catalogue
 from weight_sync.regions import unite
+from weight_sync.sources.megatron import MegatronSource
+from weight_sync.sources.megatron_grid import Axis, ParallelGrid
+from weight_sync.sources.megatron_layers import vocabulary
 from weight_sync.sources.module import ModuleSource
 
 TP_PLAN = {
@@ -185,6 +188,19 @@ def cut_in_another_order() -> bool:
     return torch.equal(whole[box.offset[0] : box.offset[0] + box.size[0]], local)
 
 
+def padded_vocabulary() -> list[torch.Tensor]:
+    """The same rows as a plain shard and as a DTensor whose shape is global already."""
+    mesh = init_device_mesh("cpu", (2,))
+    grid = ParallelGrid(tp=Axis(2, torch.distributed.get_rank()))
+    shared = distribute_tensor(fill("embed", 128, 64), mesh, [Shard(0)])
+    shown = []
+    for tensor in (shared._local_tensor, shared):
+        source = MegatronSource(grid, [vocabulary(tensor, "embed", (100, 64), 128, grid.tp)])
+        assert source.manifest(0, "host", "cpu").tensors[0].shape == (100, 64)
+        shown.append(source.region(0).clone())
+    return shown
+
+
 def _refusal(net: nn.Module) -> str:
     try:
         ModuleSource(net).manifest(0, "host", "cpu")
@@ -291,6 +307,12 @@ def test_a_rank_outside_the_mesh_owns_nothing(ranks: Ranks) -> None:
 
 def test_a_declared_cutting_order_is_followed(ranks: Ranks) -> None:
     assert ranks.run(4, cut_in_another_order) == [True] * 4
+
+
+def test_megatron_vocabularies_may_be_plain_shards_or_global_dtensors(ranks: Ranks) -> None:
+    for plain, shared in zip(*ranks.run(2, padded_vocabulary), strict=True):
+        whole = torch.cat([plain, shared])
+        assert torch.equal(whole, fill("embed", 128, 64)[:100])
 
 
 def _by_rank(offers: list[Offer]) -> list[Offer]:

@@ -293,7 +293,7 @@ def test_a_forgotten_transpose_is_refused() -> None:
 
 def test_a_wrong_number_of_local_experts_is_refused() -> None:
     grid = ParallelGrid(ep=Axis(4, 1))
-    with pytest.raises(LayoutError, match="fc2 has 3 local experts .* expected 2 of 8"):
+    with pytest.raises(LayoutError, match=r"fc2 has 3 local experts .* expected 2 of 8"):
         expert_split([torch.zeros(4, 4)] * 3, "fc2", str, (4, 4), 1, 8, grid)
 
 

@@ -1,8 +1,8 @@
 """Descriptions of the usual Megatron layers: which view of a local tensor is which region.
 
 All shapes are those of the checkpoint, ``[out, in]`` for linears; ``hidden`` is the width of the
-residual stream. ``axis`` is the parallel axis that cuts the layer: the grid's ``tp``, or ``etp`` for
-experts.
+residual stream. ``axis`` is the parallel axis that cuts the layer: the grid's ``tp``, or ``etp``
+for experts.
 """
 
 from __future__ import annotations
