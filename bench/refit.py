@@ -1,4 +1,4 @@
-"""``python -m bench refit``: a real vLLM worker, a real trainer process, both systems in one run."""
+"""``python -m bench refit``: real vLLM worker, real trainer process, both systems in one run."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from bench.limits import Limit, measure
 from bench.models import CONFIGS, config, random_weights, shapes, write_checkpoint, write_config
+from weight_sync.report import RefitReport
 
 ENGINE_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -141,9 +142,7 @@ def _measure(options: Options, cfg: dict[str, object], llm: object) -> dict[str,
 
     engine_device = "cuda:0" if options.device == "cuda" else "cpu"
     limit = measure(engine_device, options.trainer_devices[-1])
-    with TrainerProcesses(
-        BenchTrainer(cfg, options.trainer_devices, options.device)
-    ) as trainers:
+    with TrainerProcesses(BenchTrainer(cfg, options.trainer_devices, options.device)) as trainers:
         natives: list[NativeSystem] = []
         if "vllm-native" in options.against:
             if options.device == "cpu":
@@ -152,13 +151,18 @@ def _measure(options: Options, cfg: dict[str, object], llm: object) -> dict[str,
                 natives.append(NativeIpc(llm, trainers))
             else:
                 natives.append(NativeNccl(llm, trainers, cfg))
-        before = _free_memory(options)
         sync = WeightSynchronizer(
             trainers.infos, [LocalLLM(llm)], transport=options.transport, deadline_s=300
         )
+        before = _free_memory(options)
         sync.init_communicator()
-        reports, plain, native_seconds = [], [], {n.name: [] for n in natives}
-        version = 0
+        version = 1
+        trainers.ask("publish", version)
+        print(sync.sync_weights(version).line(), file=sys.stderr, flush=True)
+        after = _free_memory(options)
+        reports: list[RefitReport] = []
+        plain: list[RefitReport] = []
+        native_seconds: dict[str, list[float]] = {n.name: [] for n in natives}
         for _ in range(options.repeat + 1):
             for verify in (True, False):
                 version += 1
@@ -173,13 +177,14 @@ def _measure(options: Options, cfg: dict[str, object], llm: object) -> dict[str,
                     file=sys.stderr,
                     flush=True,
                 )
-        after = _free_memory(options)
         # A native refit between ours must not have left the engine with other weights.
         version += 1
         trainers.ask("publish", version)
         final = sync.sync_weights(version)
         sync.shutdown()
-    return _result(options, cfg, limit, reports[1:], plain[1:], native_seconds, before - after, final.verified)
+    return _result(
+        options, cfg, limit, reports[1:], plain[1:], native_seconds, before - after, final.verified
+    )
 
 
 def _free_memory(options: Options) -> int:
@@ -200,8 +205,8 @@ def _result(
     options: Options,
     cfg: dict[str, object],
     limit: Limit,
-    verified: list,
-    plain: list,
+    verified: list[RefitReport],
+    plain: list[RefitReport],
     natives: dict[str, list[float]],
     extra_bytes: int,
     final: bool,
@@ -269,7 +274,11 @@ def _versions() -> dict[str, str]:
     import torch
     import vllm
 
-    out = {"python": platform.python_version(), "torch": torch.__version__, "vllm": vllm.__version__}
+    out = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "vllm": vllm.__version__,
+    }
     if torch.cuda.is_available():
         out["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         out["cuda"] = str(torch.version.cuda)
@@ -292,4 +301,3 @@ def plot(result: dict[str, object], path: Path) -> None:
     axes.invert_yaxis()
     figure.tight_layout()
     figure.savefig(path, dpi=150)
-

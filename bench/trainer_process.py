@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from bench.models import Config, shapes
+from weight_sync.messages import TrainerEndpointInfo
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class _Rank:
         from weight_sync.trainer.endpoint import TrainerEndpoint
 
         device = torch.device(spec.devices[rank])
+        self.cuda = device.type == "cuda"
         if device.type == "cuda":
             torch.cuda.set_device(device)
         world = len(spec.devices)
@@ -70,6 +72,9 @@ class _Rank:
     def publish(self, version: int) -> None:
         """New weights, written in place."""
         _fill(self.tensors, version)
+        if self.cuda:
+            # Making random weights is no part of a refit.
+            torch.cuda.synchronize()
         self.endpoint.publish(version)
 
     def publish_late(self, version: int) -> None:
@@ -180,7 +185,9 @@ class TrainerProcesses:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
-        self.infos = list(self._answers(300))
+        self.infos: list[TrainerEndpointInfo] = [
+            info for info in self._answers(300) if isinstance(info, TrainerEndpointInfo)
+        ]
 
     def _answers(self, seconds: float) -> Iterator[object]:
         for rank, pipe in enumerate(self._pipes):

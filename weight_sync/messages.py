@@ -207,13 +207,23 @@ class Attach(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """Installs a version into live weights; the engine is paused."""
+    """Installs a version into live weights; the engine is paused.
+
+    Attributes:
+        epoch: Membership epoch.
+        plan_digest: Digest of the plan.
+        version: Version to install.
+        verify: Whether digests are compared.
+        seconds: Deadline inside the worker.
+        generations: Export generation of every trainer rank, in rank order.
+    """
 
     epoch: int
     plan_digest: str
     version: int
     verify: bool
     seconds: float
+    generations: tuple[int, ...]
 
 
 class Detach(Message, frozen=True):

@@ -44,9 +44,7 @@ class Pieces:
         return len(self.slice)
 
 
-def _candidates(
-    regions: Regions, tensor: I64, offset: I64, size: I64
-) -> tuple[I64, I64]:
+def _candidates(regions: Regions, tensor: I64, offset: I64, size: I64) -> tuple[I64, I64]:
     """Pairs (slice, region) that may intersect."""
     first, last = regions.first[tensor].copy(), regions.first[tensor + 1].copy()
     dim = regions.cut_dim[tensor]

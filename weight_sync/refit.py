@@ -41,6 +41,7 @@ def commit_version(
     *,
     verify: bool,
     seconds: float,
+    generations: tuple[int, ...],
     first_byte: Callable[[], None],
     stage: Callable[[str], None],
 ) -> Outcome:
@@ -54,6 +55,7 @@ def commit_version(
         version: Version to install.
         verify: Whether workers compare digests.
         seconds: Deadline of each stage.
+        generations: Export generation of every trainer rank, in rank order.
         first_byte: Called right before live weights may change.
         stage: Told which stage begins.
 
@@ -80,7 +82,7 @@ def commit_version(
     stage("transfer")
     at = time.perf_counter()
     first_byte()
-    request = Commit(epoch, plan.digest, version, verify, seconds)
+    request = Commit(epoch, plan.digest, version, verify, seconds, generations)
     committed, errors = shards.ask(
         dict.fromkeys(present, request),
         Committed,

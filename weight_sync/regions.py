@@ -171,4 +171,3 @@ def _cut_overlaps(
         np.concatenate([rank[keep], extra[:, -2]]),
         np.concatenate([number[keep], extra[:, -1]]),
     )
-

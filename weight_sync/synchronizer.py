@@ -69,7 +69,9 @@ class WeightSynchronizer:
         except ConfigError as error:
             problems.append(str(error))
         if [t.rank for t in trainers] != list(range(len(trainers))) or not trainers:
-            problems.append(f"trainers must be ranks 0..n-1 in order, not {[t.rank for t in trainers]}")
+            problems.append(
+                f"trainers must be ranks 0..n-1 in order, not {[t.rank for t in trainers]}"
+            )
         if not shards or len({s.workers for s in shards}) > 1:
             problems.append(
                 f"shards must be at least one and have equally many workers, not "
@@ -181,9 +183,7 @@ class WeightSynchronizer:
         width = membership.workers_per_shard
         requests = {
             shard: Attach(
-                tuple(
-                    plan.receiver_program(membership.prefix(shard) + i) for i in range(width)
-                ),
+                tuple(plan.receiver_program(membership.prefix(shard) + i) for i in range(width)),
                 self._trainers.infos,
                 self._transport,
                 deadline.remaining(),
@@ -256,6 +256,7 @@ class WeightSynchronizer:
             version,
             verify=verify,
             seconds=seconds,
+            generations=tuple(peer.generation for peer in self._trainers.peers),
             first_byte=self._mark_stale,
             stage=progress.stage,
         )
@@ -315,4 +316,3 @@ def _distance(manifests: Sequence[Manifest], recorded: Sequence[Recorded]) -> ND
             if manifest.host == worker.host:
                 cost[i, j] = 0 if manifest.device == worker.device else 1
     return cost
-

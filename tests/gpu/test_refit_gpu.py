@@ -99,7 +99,7 @@ def test_engine_after_refits_equals_a_fresh_engine_bit_for_bit(
         have, tokens = results[version]
         assert have.keys() == want.keys()
         for name, tensor in want.items():
-            if tensor.numel() and "weight" in name or "bias" in name:
+            if (tensor.numel() and "weight" in name) or "bias" in name:
                 assert torch.equal(
                     have[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)
                 ), f"{name} differs at version {version}"

@@ -197,7 +197,11 @@ class NcclCommunicator:
 
         It aborts rather than destroys: an orderly NCCL destroy waits for peers that may be gone.
         """
-        if any(not one.done.query() for one in self._launched):
+        try:
+            finished = all(one.done.query() for one in self._launched)
+        except RuntimeError:  # The GPU is in error; whatever it was, the work is not done.
+            finished = False
+        if not finished:
             self.abort("closed with unfinished work")
         self._attendance.close()
         self._end("closed", None)

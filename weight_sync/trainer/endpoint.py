@@ -46,6 +46,7 @@ from weight_sync.trainer.hashing import compile_hash, compile_replica_hash
 from weight_sync.trainer.ring import Ring
 from weight_sync.wire.server import Server
 
+
 class TrainerEndpoint:
     """Serves one trainer rank's weights to refits.
 
@@ -83,6 +84,8 @@ class TrainerEndpoint:
         self._hashes: dict[object, CompiledDigest] = {}
         self._digests: dict[tuple[int, int], Digests] = {}
         self._rings: dict[int, Ring] = {}
+        # Digests asked for once are made ahead from then on, while engines are still being paused.
+        self._hash_ahead = False
         self._version = -1
         self._released: tuple[int, str] = (-1, "")
         self._event: torch.cuda.Event | None = None
@@ -118,9 +121,12 @@ class TrainerEndpoint:
                 self._event = torch.cuda.Event()
                 self._event.record(torch.cuda.current_stream(self._device_index))
         with self._changed:
-            self._digests.clear()
             self._version = version
             self._changed.notify_all()
+        if self._hash_ahead:
+            threading.Thread(
+                target=self._hash, args=(version,), name="weight-sync-hash", daemon=True
+            ).start()
 
     def wait(self, version: int, seconds: float | None = None) -> None:
         """Waits until the refit of ``version`` ended.
@@ -267,18 +273,34 @@ class TrainerEndpoint:
 
     def _class_digests(self, epoch: int, digest: str, version: int, class_id: int) -> Digests:
         program = self._checked(epoch, digest)
+        self._hash_ahead = True
         with self._work:
-            key = (version, class_id)
-            if key not in self._digests:
-                task = next((t for t in program.hashes if t.class_id == class_id), None)
-                if task is None:
-                    self._digests[key] = Digests(pack(np.zeros(0, np.uint64)))
-                else:
-                    regions = self._local(version)
-                    if class_id not in self._hashes:
-                        self._hashes[class_id] = compile_hash(self._manifest, regions, task)
-                    self._digests[key] = Digests(pack(self._hashes[class_id].run()))
-            return self._digests[key]
+            return self._digest_of(program, version, class_id)
+
+    def _digest_of(self, program: SenderProgram, version: int, class_id: int) -> Digests:
+        key = (version, class_id)
+        if key not in self._digests:
+            task = next((t for t in program.hashes if t.class_id == class_id), None)
+            if task is None:
+                return Digests(pack(np.zeros(0, np.uint64)))
+            regions = self._local(version)
+            if class_id not in self._hashes:
+                self._hashes[class_id] = compile_hash(self._manifest, regions, task)
+            self._digests = {k: d for k, d in self._digests.items() if k[0] == version}
+            self._digests[key] = Digests(pack(self._hashes[class_id].run()))
+        return self._digests[key]
+
+    def _hash(self, version: int) -> None:
+        """Makes the digests of a version before they are asked for."""
+        if self._device_index is not None:
+            torch.cuda.set_device(self._device_index)
+        if self._event is not None:
+            self._event.synchronize()
+        with self._work:
+            program = self._program
+            if program is not None and version == self._version and not self._closed:
+                for task in program.hashes:
+                    self._digest_of(program, version, task.class_id)
 
     def _replica_digests(self, version: int) -> Digests:
         with self._work:
@@ -295,7 +317,7 @@ class TrainerEndpoint:
                 )
                 task = next(t for t in program.sends if t.worker == worker)
                 place = exports.storage.unpack()[task.region.unpack()]
-                device = torch.device(self._engine_device, self._device_index)
+                device = torch.device(self._engine_device, self._device_index or 0)
                 self._rings[worker] = Ring(
                     task,
                     np.flatnonzero(place < 0),

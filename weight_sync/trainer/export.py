@@ -46,9 +46,7 @@ def collect(tensors: Sequence[torch.Tensor]) -> LocalRegions:
         storage = tensor.untyped_storage()
         at = index.setdefault(storage._cdata, len(storages))
         if at == len(storages):
-            storages.append(
-                torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            )
+            storages.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
         owner.append(at)
     return LocalRegions(tuple(tensors), tuple(storages), tuple(owner))
 
@@ -91,9 +89,7 @@ class Exporter:
     def __init__(self) -> None:
         self._handles: dict[int, StorageHandle] = {}
 
-    def export(
-        self, regions: LocalRegions, generation: int, *, accelerator: bool
-    ) -> Exports:
+    def export(self, regions: LocalRegions, generation: int, *, accelerator: bool) -> Exports:
         """Handles and layout of every region.
 
         Args:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from weight_sync.comm.deadline import Deadline
 from weight_sync.errors import WeightSyncError
+from weight_sync.manifest import Manifest
 from weight_sync.messages import (
     AwaitVersion,
     Failure,
@@ -20,7 +21,6 @@ from weight_sync.messages import (
     encode,
     to_error,
 )
-from weight_sync.manifest import Manifest
 from weight_sync.program import ReceiverProgram
 from weight_sync.wire.address import Address
 from weight_sync.wire.client import Client

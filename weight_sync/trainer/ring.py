@@ -61,7 +61,9 @@ class Ring:
         width = self._offset.shape[1]
         self._origin = widen(manifest.offset.unpack().astype(np.int64), width, 0)
         self._buckets: Buckets = cut(
-            self._size.prod(axis=1) * self._item, task.unit.unpack()[rows], bucket_bytes
+            self._size.prod(axis=1) * self._item,
+            task.unit.unpack()[rows].astype(np.int32),
+            bucket_bytes,
         )
         self._slots: dict[int, _Slot] = {}
         self._next: tuple[int, int] = (-1, 0)

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from weight_sync.comm.deadline import Deadline
-from weight_sync.errors import AbortedError, EnvironmentUnsupportedError, LayoutError
 from weight_sync.buckets import Buckets, cut
+from weight_sync.comm.deadline import Deadline
 from weight_sync.dtypes import itemsize
+from weight_sync.errors import AbortedError, EnvironmentUnsupportedError, LayoutError
 from weight_sync.identity import host_identity
 from weight_sync.kernels.base import RawBuffer
 from weight_sync.layout import contiguous_strides
@@ -23,7 +23,6 @@ from weight_sync.messages import (
     StageBucket,
     Staged,
     TrainerEndpointInfo,
-
 )
 from weight_sync.program import ReceiverProgram
 from weight_sync.trainer.peer import TrainerPeer
@@ -71,8 +70,9 @@ class IpcReceiver:
         """Maps every storage of every sender of the program."""
         self._program = program
         self._sender = program.sender.unpack().astype(np.int64)
+        self._ranks: list[int] = np.unique(self._sender).tolist()
         here = host_identity()
-        senders = set(np.unique(self._sender).tolist())
+        senders = set(self._ranks)
         far = [t for t in trainers if t.rank in senders and t.host != here]
         if far:
             raise EnvironmentUnsupportedError(
@@ -96,7 +96,7 @@ class IpcReceiver:
         dtypes = np.empty(n, object)
         staged: dict[int, I64] = {}
         generations = []
-        for rank in np.unique(self._sender).tolist():
+        for rank in self._ranks:
             peer = self._peers[rank]
             exports = peer.call(
                 GetExports(program.epoch, program.plan_digest), Exports, deadline, "export"
@@ -105,7 +105,9 @@ class IpcReceiver:
             rows = np.flatnonzero(self._sender == rank)
             place = exports.storage.unpack().astype(np.int64)
             if len(rows) and (region[rows].max() >= len(place) or region[rows].min() < 0):
-                raise LayoutError(f"{peer.name} exports fewer regions than the plan uses; plan again")
+                raise LayoutError(
+                    f"{peer.name} exports fewer regions than the plan uses; plan again"
+                )
             mapped = [self._mapper.map(h, peer.name) for h in exports.storages]
             at = place[region[rows]]
             mine = rows[at >= 0]
@@ -136,9 +138,7 @@ class IpcReceiver:
     def transfer(self, version: int, deadline: Deadline) -> Iterator[Delivery]:
         """Yields all exportable pieces at once, then the staged ones bucket by bucket."""
         assert self._layout is not None
-        now = tuple(
-            self._peers[rank].generation for rank in np.unique(self._sender).tolist()
-        )
+        now = tuple(self._peers[rank].generation for rank in self._ranks)
         if now != self._layout.generations:
             self._layout = self._map(deadline)
         self._check()
@@ -155,7 +155,9 @@ class IpcReceiver:
         wire = peer.wire_dtypes(program, rows)
         item = np.array([itemsize(d) for d in wire], np.int64)
         buckets: Buckets = cut(
-            size.prod(axis=1) * item, program.unit.unpack()[rows], program.bucket_bytes
+            size.prod(axis=1) * item,
+            program.unit.unpack()[rows].astype(np.int32),
+            program.bucket_bytes,
         )
         strides = np.array([contiguous_strides(tuple(s)) for s in size.tolist()], np.int64)
         for number in range(buckets.count):
@@ -195,5 +197,3 @@ class IpcReceiver:
         """Drops every mapping."""
         self._layout = None
         self._mapper.close()
-
-

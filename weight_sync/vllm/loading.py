@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -51,7 +52,7 @@ def place(module: torch.nn.Module, live: LiveTensors) -> None:
         if getattr(module, name, None) is not None:
             delattr(module, name)
     for name, parameter in live.parameters.items():
-        module.register_parameter(name, parameter)
+        module.register_parameter(name, cast("torch.nn.Parameter", parameter))
     for name, buffer in live.buffers.items():
         module.register_buffer(name, buffer, persistent=name not in live.non_persistent)
 
@@ -93,7 +94,7 @@ def materialize(module: torch.nn.Module, live: LiveTensors) -> None:
             fresh.__class__ = tensor.__class__
             fresh.__dict__ = tensor.__dict__.copy()
             delattr(module, name)
-            module.register_parameter(name, fresh)
+            module.register_parameter(name, cast("torch.nn.Parameter", fresh))
             tensor = fresh
         if tensor is before:
             continue
@@ -107,7 +108,9 @@ def materialize(module: torch.nn.Module, live: LiveTensors) -> None:
 class VllmLoadingView:
     """The whole model in loading layout; see :class:`weight_sync.worker.model.LoadingView`."""
 
-    def __init__(self, model: torch.nn.Module, units: Iterable[tuple[str, torch.nn.Module]]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, units: Iterable[tuple[str, torch.nn.Module]]
+    ) -> None:
         self._model = model
         self.units = tuple(
             UnitView(
@@ -120,7 +123,7 @@ class VllmLoadingView:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Runs the model's own ``load_weights``."""
-        self._model.load_weights(weights)
+        cast("Any", self._model).load_weights(weights)
 
 
 @contextmanager
@@ -128,13 +131,14 @@ def loading_view(model: torch.nn.Module) -> Iterator[VllmLoadingView]:
     """All modules in loading layout on meta; live tensors come back on exit."""
     modules = list(model.named_modules())
     saved = [(module, live_tensors(module)) for _, module in modules]
+    flags: Any = model
     torchao = getattr(model, "_do_torchao_reload", False)
     try:
-        model._do_torchao_reload = False
+        flags._do_torchao_reload = False
         for module, _ in saved:
             to_loading_layout(module)
         yield VllmLoadingView(model, modules)
     finally:
-        model._do_torchao_reload = torchao
+        flags._do_torchao_reload = torchao
         for module, live in saved:
             place(module, live)

@@ -30,6 +30,8 @@ class VllmModel:
         self._device = device
         self._modules = dict(model.named_modules())
         self._modes: dict[str, Mode] = {}
+        self._shared: dict[str, str] | None = None
+        self._absorbing = [n for n, m in self._modules.items() if _absorbs_projections(m)]
 
     @property
     def device(self) -> torch.device:
@@ -44,6 +46,11 @@ class VllmModel:
 
     def shared_with(self) -> dict[str, str]:
         """Units whose live tensors are those of an earlier unit (tied weights): name -> owner."""
+        if self._shared is None:
+            self._shared = self._find_shared()
+        return self._shared
+
+    def _find_shared(self) -> dict[str, str]:
         owner: dict[int, str] = {}
         shared: dict[str, str] = {}
         for name, module in self._modules.items():
@@ -95,13 +102,14 @@ class VllmModel:
         installed = set(units)
         for name, owner in self.shared_with().items():
             if owner in installed:
-                module = self._modules[name]
-                if self.probe([name])[name].name != "direct":
-                    run_post_load(module, self._config)
-        for name, module in self._modules.items():
-            if _absorbs_projections(module) and any(u.startswith(f"{name}.") for u in installed):
+                if name not in self._modes:
+                    self.probe([name])
+                if self._modes[name].name != "direct":
+                    run_post_load(self._modules[name], self._config)
+        for name in self._absorbing:
+            if any(u.startswith(f"{name}.") for u in installed):
                 with set_current_vllm_config(self._config):
-                    refresh_attention(module, self._config.model_config)
+                    refresh_attention(self._modules[name], self._config.model_config)
 
 
 def _absorbs_projections(module: torch.nn.Module) -> bool:

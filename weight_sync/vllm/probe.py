@@ -98,7 +98,9 @@ def _fill_pattern(tensor: torch.Tensor) -> None:
     data = tensor.data
     count = torch.arange(data.numel(), device=data.device, dtype=torch.int64)
     values = ((count * 37 + count // 251) % 251 - 125).reshape(data.shape)
-    data.copy_((values.to(torch.float32) / 64).to(data.dtype) if data.is_floating_point() else values)
+    data.copy_(
+        (values.to(torch.float32) / 64).to(data.dtype) if data.is_floating_point() else values
+    )
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

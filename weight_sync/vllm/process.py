@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
@@ -36,12 +37,15 @@ def run_post_load(module: torch.nn.Module, vllm_config: VllmConfig) -> None:
         return
     if hasattr(module, "_already_called_process_weights_after_loading"):
         del module._already_called_process_weights_after_loading
-    if getattr(method, "moe_kernel", None) is not None and vllm_config.device_config.device_type == "cpu":
+    if (
+        getattr(method, "moe_kernel", None) is not None
+        and vllm_config.device_config.device_type == "cpu"
+    ):
         method.moe_kernel = None
     with torch.no_grad(), set_current_vllm_config(vllm_config):
         method.process_weights_after_loading(module)
         if hasattr(module, "update_param_tp_status"):
-            module.update_param_tp_status()
+            cast("Any", module).update_param_tp_status()
 
 
 def plain_tensors(module: torch.nn.Module) -> dict[tuple[str, str], torch.Tensor]:
@@ -99,7 +103,7 @@ class VllmUnitInstall:
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Runs the model's loaders over whole tensors that concern only this module."""
         with torch.no_grad(), set_current_vllm_config(self._config):
-            self._model.load_weights(weights)
+            cast("Any", self._model).load_weights(weights)
 
     def finish(self) -> None:
         """Post-processes, copies results into the live tensors and puts those back."""
@@ -135,5 +139,5 @@ def refresh_attention(module: torch.nn.Module, config: ModelConfig) -> None:
     """Recomputes what an attention layer derived from its projections (MLA), in place."""
     before = plain_tensors(module)
     with torch.no_grad():
-        module.process_weights_after_loading(config.dtype)
+        cast("Any", module).process_weights_after_loading(config.dtype)
     keep_addresses(module, before)

@@ -169,9 +169,7 @@ class WorkerAgent:
         self._recorded = make_recording(self._model, offers, not_trained)
         index = self._model.device.index or 0
         device = device_identity(index if self._model.device.type == "cuda" else None)
-        return Recorded(
-            self._rank, self._recorded.recording, host_identity(), device, os.getpid()
-        )
+        return Recorded(self._rank, self._recorded.recording, host_identity(), device, os.getpid())
 
     def _attach(self, request: Attach) -> Attached:
         self._fault("attach")
@@ -183,9 +181,7 @@ class WorkerAgent:
                 f"worker {self._rank} got a plan for {len(request.programs)} workers; the shard's "
                 "tp * pp and the fleet's workers_per_shard differ"
             )
-        self._session = _Session(
-            self._model, self._recorded, request, request.programs[self._rank]
-        )
+        self._session = _Session(self._model, self._recorded, request, request.programs[self._rank])
         return Attached(self._rank, self._session.transport.extra_bytes)
 
     def _commit(self, request: Commit) -> Committed:
@@ -209,8 +205,8 @@ class WorkerAgent:
         self._fault("transfer")
         if request.verify:
             session.ask_digests(request.version, deadline)
-        for peer in session.peers.values():
-            peer.await_version(request.version, request.epoch, deadline)
+        for rank, peer in session.peers.items():
+            peer.generation = request.generations[rank]
         self._torn = True
         with torch.no_grad():
             session.installer.install(
@@ -221,7 +217,9 @@ class WorkerAgent:
                 request.epoch,
             )
         self._fault("commit")
-        gone = session.installer.moved()
+        modes = session.installer.modes()
+        # A direct copy cannot move anything, so only modules that were processed are looked at again.
+        gone = session.installer.moved() if set(modes) - {"direct"} else []
         if gone:
             raise EngineStateError(f"live tensors moved during the install: {gone[:4]}")
         self._torn = False
@@ -232,7 +230,7 @@ class WorkerAgent:
             dict(watch.seconds),
             session.installer.bytes_total,
             request.verify,
-            session.installer.modes(),
+            modes,
         )
 
     def abort(self, reason: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from weight_sync.dtypes import itemsize
 from weight_sync.errors import LayoutError, VerifyError, shorten
 from weight_sync.kernels.base import CompiledCopy, CompiledDigest, compile_copy, compile_digest
 from weight_sync.kernels.pieces import PieceTable
@@ -75,8 +76,6 @@ def resolve(recording: Recording, program: ReceiverProgram) -> _Pieces:
     for i, spec in enumerate(recording.sources):
         if spec.shape:
             shapes[i, width - len(spec.shape) :] = contiguous_strides(spec.shape)
-    from weight_sync.dtypes import itemsize
-
     sizes = np.array([itemsize(p.dtype) for p in recording.parameters], np.int64)
     return _Pieces(
         unit=units[parameter],
@@ -271,7 +270,7 @@ class Installer:
                 attribute = spec.name[len(unit) + 1 :] if unit else spec.name
                 live = self._model.live(unit)[attribute]
                 buffer_of[parameter] = len(buffers)
-                shift[parameter] = live.storage_offset()
+                shift[parameter] = int(live.storage_offset())
                 buffers.append(storage_bytes(live.detach()))
             tables = self._table(delivery, rows, buffer_of, shift)
             self._cache[key] = (compile_copy(tables, delivery.buffers, buffers), tables, buffers)
@@ -290,7 +289,7 @@ class Installer:
             buffer_of[parameter] = len(work.buffers)
             buffers.append(storage_bytes(work.destinations[parameter]))
             work.buffers.append(buffers[-1])
-        shift = {p: work.destinations[p].storage_offset() for p in parameters}
+        shift = {p: int(work.destinations[p].storage_offset()) for p in parameters}
         tables = self._table(delivery, rows, buffer_of, shift)
         compile_copy(tables, delivery.buffers, work.buffers).run()
         work.tables.extend(tables)

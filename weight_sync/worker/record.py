@@ -88,7 +88,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _view(tensor: torch.Tensor) -> StridedView:
-    return StridedView(tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+    return StridedView(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
 
 class _Recorder(TorchDispatchMode):
@@ -125,16 +125,20 @@ class _Recorder(TorchDispatchMode):
             return args[0]
         if func is _aten._local_scalar_dense.default and _storage(args[0]) in self._origins:
             return self._scalar(args[0])
-        if func in (_aten.fill_.Scalar, _aten.zero_.default):
-            if _storage(args[0]) in self._parameters:
-                self._fill(args[0], float(args[1]) if len(args) > 1 else 0.0)
-                return args[0]
+        constant = func in (_aten.fill_.Scalar, _aten.zero_.default)
+        if constant and _storage(args[0]) in self._parameters:
+            self._fill(args[0], float(args[1]) if len(args) > 1 else 0.0)
+            return args[0]
         out = func(*args, **kwargs)
         self._follow(func, args, kwargs, out)
         return out
 
     def _follow(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: object  # noqa: ANN401
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: object,  # noqa: ANN401
     ) -> None:
         inputs = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if _is_tensor(t)]
         outputs = [t for t in torch.utils._pytree.tree_leaves(out) if _is_tensor(t)]
@@ -164,7 +168,9 @@ class _Recorder(TorchDispatchMode):
     def _composed(self, origin: _Origin, viewed: torch.Tensor, copy: torch.Tensor) -> _Origin:
         assert origin.view is not None
         if not copy.is_contiguous() or len(origin.sources) != 1:
-            return _Origin(origin.sources, tuple(copy.shape), None, "loader copies with a new layout")
+            return _Origin(
+                origin.sources, tuple(copy.shape), None, "loader copies with a new layout"
+            )
         view = _view(viewed)
         if origin.view.stride != _row_major(origin.shape):
             # A copy of a copy of a view: express it in the first tensor's coordinates.
@@ -174,9 +180,7 @@ class _Recorder(TorchDispatchMode):
                 return _Origin(origin.sources, tuple(copy.shape), None, str(error))
             if len(boxes) != 1 or boxes[0].box.size != view.size:
                 return _Origin(origin.sources, tuple(copy.shape), None, "loader nests copies")
-            shift = sum(
-                o * s for o, s in zip(boxes[0].box.offset, origin.view.stride, strict=True)
-            )
+            shift = sum(o * s for o, s in zip(boxes[0].box.offset, origin.view.stride, strict=True))
             view = StridedView(origin.view.offset + shift, view.size, origin.view.stride)
         return _Origin(origin.sources, tuple(copy.shape), view)
 
@@ -240,7 +244,7 @@ class _Recorder(TorchDispatchMode):
                 return
             rank = len(self.source_shapes[source])
             one = StridedView(0, (1,) * rank, (1,) * rank)
-            at = StridedView(dst.storage_offset(), (1,) * rank, (1,) * rank)
+            at = StridedView(int(dst.storage_offset()), (1,) * rank, (1,) * rank)
             for mapped in map_view(self.source_shapes[source], one, at):
                 self.raw.slices.append(RecordedSlice(source, key, mapped))
             return
@@ -304,4 +308,3 @@ def record(
             if _storage(tensor) != before[key]:
                 recorder._spoil(key, "loader replaced the parameter's storage", [])
     return recorder.raw
-

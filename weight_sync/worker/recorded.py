@@ -75,15 +75,16 @@ def _record_all(view: LoadingView, offers: Sequence[TensorSpec]) -> RawRecording
     """Records; tensors that loaders refuse are set aside so that all of them can be listed."""
     refused: dict[int, str] = {}
     while True:
-        last = [-1]
+        handed_out: list[int] = []
         kept = [i for i in range(len(offers)) if i not in refused]
         try:
-            raw = record(view, [offers[i] for i in kept], notify=lambda i: last.__setitem__(0, i))
+            raw = record(view, [offers[i] for i in kept], notify=handed_out.append)
         except Exception as error:
-            if last[0] < 0 or len(refused) >= 64:
+            if not handed_out or len(refused) >= 64:
                 raise
-            spec = offers[kept[last[0]]]
-            refused[kept[last[0]]] = (
+            culprit = kept[handed_out[-1]]
+            spec = offers[culprit]
+            refused[culprit] = (
                 f"{spec.name}: trainer has {spec.dtype} {list(spec.shape)}, the engine's loader "
                 f"said {type(error).__name__}: {error}"
             )
