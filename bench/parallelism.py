@@ -46,7 +46,7 @@ def parse(text: str, kinds: Sequence[str] = ("dp", "tp", "pp", "ep")) -> Paralle
         kinds: Kinds that make sense here.
 
     Raises:
-        ConfigError: If a kind is unknown or comes twice, or a size is no positive integer, or expert
+        ConfigError: If a kind is unknown or comes twice, a size is no positive integer, or expert
             parallel ranks do not divide the ranks of a stage.
     """
     sizes: dict[str, int] = {}

@@ -13,7 +13,7 @@ import numpy as np
 from bench.parallelism import Parallelism, parse
 from bench.plan_model import describe, names
 from bench.plan_sides import manifests, recordings
-from weight_sync.buckets import cut
+from weight_sync.buckets import ALIGN, cut
 from weight_sync.membership import Membership
 from weight_sync.plan import Plan, build_plan
 
@@ -84,14 +84,19 @@ def _needed(plan: Plan) -> int:
 
 
 def _messages(plan: Plan) -> int:
+    """Packed buckets of all pairs of sender and worker."""
     count = 0
     for worker, c in enumerate(plan.worker_class):
-        senders = plan.senders[worker]
-        order = np.argsort(senders, kind="stable")
-        edges = np.flatnonzero(np.diff(senders[order])) + 1
-        for part in np.split(plan.pieces[c].nbytes[order], edges):
-            alone = np.full(len(part), -1, np.int32)
-            count += cut(part, alone, plan.bucket_bytes).count
+        order = np.argsort(plan.senders[worker], kind="stable")
+        nbytes = plan.pieces[c].nbytes[order]
+        first = np.flatnonzero(np.diff(plan.senders[worker][order], prepend=-1))
+        # Most pairs fill less than one bucket; only the others need to be cut.
+        full = np.add.reduceat(nbytes + ALIGN, first) > plan.bucket_bytes
+        count += len(first) - int(full.sum())
+        for part in np.split(nbytes, first[1:]) if full.any() else ():
+            if (part + ALIGN).sum() > plan.bucket_bytes:
+                alone = np.full(len(part), -1, np.int32)
+                count += cut(part, alone, plan.bucket_bytes).count
     return count
 
 
@@ -105,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--link-gbps", type=float, default=50.0, help="gigabytes per second of one rank's link"
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="file to write the result to")
 
 
 def run(args: argparse.Namespace) -> dict[str, object]:

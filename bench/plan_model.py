@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache, cached_property
 from math import prod
 
 from bench.models import CONFIGS
@@ -60,19 +61,27 @@ class ModelTensor:
             index: One of them.
             padding: Vocabulary rows are padded to a multiple of this.
         """
-        offset, size = [0] * len(self.shape), list(self.shape)
-        if self.cut is not None:
-            length = self.shape[self.cut]
-            if self.vocabulary:
-                step = -(-length // padding) * padding // parts
-                start = min(index * step, length)
-                found = (start, min(step, length - start))
-            elif 0 < self.heads < parts:
-                found = chunk_range(length, self.heads, index * self.heads // parts)
-            else:
-                found = chunk_range(length, parts, index)
-            offset[self.cut], size[self.cut] = found
-        return Box(tuple(offset), tuple(size))
+        rows = padding if self.vocabulary else 0
+        return _box(self.shape, self.cut, self.heads, rows, parts, index)
+
+
+@cache
+def _box(
+    shape: tuple[int, ...], cut: int | None, heads: int, padding: int, parts: int, index: int
+) -> Box:
+    offset, size = [0] * len(shape), list(shape)
+    if cut is not None:
+        length = shape[cut]
+        if padding:
+            step = -(-length // padding) * padding // parts
+            start = min(index * step, length)
+            found = (start, min(step, length - start))
+        elif 0 < heads < parts:
+            found = chunk_range(length, heads, index * heads // parts)
+        else:
+            found = chunk_range(length, parts, index)
+        offset[cut], size[cut] = found
+    return Box(tuple(offset), tuple(size))
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,18 @@ class ModelShape:
     def nbytes(self) -> int:
         """Bytes of the whole model."""
         return sum(t.nbytes for t in self.tensors)
+
+    @cached_property
+    def _by_layer(self) -> dict[int, list[ModelTensor]]:
+        out: dict[int, list[ModelTensor]] = {}
+        for tensor in self.tensors:
+            # Embeddings go with the first layer, the norm and head after the layers with the last.
+            out.setdefault(min(max(tensor.layer, 0), self.layers - 1), []).append(tensor)
+        return out
+
+    def stage(self, layers: range) -> list[ModelTensor]:
+        """The tensors of a pipeline stage that holds ``layers``."""
+        return [tensor for layer in layers for tensor in self._by_layer.get(layer, ())]
 
 
 def names() -> list[str]:

@@ -1,7 +1,7 @@
 """Manifests and recordings of the plan benchmark, made from shapes without any tensor or engine.
 
-The trainer cuts as Megatron does (or FSDP2 on top), the engine as vLLM's loaders do. What engines fuse
-does not matter to a plan, so every slice gets a parameter of its own.
+The trainer cuts as Megatron does (or FSDP2 on top), the engine as vLLM's loaders do. What engines
+fuse does not matter to a plan, so every slice gets a parameter of its own.
 """
 
 from __future__ import annotations
@@ -68,18 +68,11 @@ def _span(start: int, count: int) -> tuple[int, int]:
     return start, start + count
 
 
-def _here(tensor: ModelTensor, layers: range, model: ModelShape) -> bool:
-    """Embeddings belong to the first stage, the norm and head after the layers to the last."""
-    return min(max(tensor.layer, 0), model.layers - 1) in layers
-
-
 def _trainer_boxes(
     model: ModelShape, trainer: Parallelism, layers: range, tp: int, ep: int, shard: int
 ) -> list[Owned]:
     out = []
-    for tensor in model.tensors:
-        if not _here(tensor, layers, model):
-            continue
+    for tensor in model.stage(layers):
         if tensor.expert is not None and trainer.ep > 1:
             start, count = chunk_range(model.experts, trainer.ep, ep)
             if not start <= tensor.expert < start + count:
@@ -105,9 +98,7 @@ def _engine_boxes(
     each, more = divmod(model.experts, engine.ep)
     mine = range(ep * each + min(ep, more), (ep + 1) * each + min(ep + 1, more))
     out = []
-    for tensor in model.tensors:
-        if not _here(tensor, layers, model):
-            continue
+    for tensor in model.stage(layers):
         if tensor.expert is not None and engine.ep > 1:
             if tensor.expert in mine:
                 out.append((tensor, tensor.box(1, 0, 1)))

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from generation.answers import translate, values_or_raise
+from generation.answers import gather, translate, values_or_raise
 from generation.batch import Batch
 from generation.errors import EngineOutputError, InvalidRolloutError, NoHealthyShardsError
 from generation.fleet_base import FleetBase
@@ -96,7 +96,7 @@ class GenerationCalls(FleetBase):
             for shard, part in parts.items()
             if part.size
         }
-        answers = self.pool.gather(refs, method, self.limits.batch_s)
+        answers = gather(refs, method, self.limits.batch_s)
         self._note_deaths(answers)
         for answer in answers.values():
             if isinstance(answer.error, PeerDeadError):

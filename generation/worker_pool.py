@@ -213,12 +213,6 @@ class RayWorkerPool:
         refs = {s: getattr(self.leader(s), method).remote(*args) for s in shards}
         return gather(refs, method, timeout_s)
 
-    def gather(
-        self, refs: dict[int, ray.ObjectRef], what: str, timeout_s: float
-    ) -> dict[int, Answer[Any]]:
-        """Waits for one call per shard; one answer each, none raises."""
-        return gather(refs, what, timeout_s)
-
     def look_at_node(self, shard: int, timeout_s: float) -> NodeState:
         """Reads processes and GPUs of a shard's machine, from a process outside the shard."""
         return self._on_node(shard, look, self.mark(shard), timeout_s)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from weight_sync.errors import LayoutError
 
+_LITTLE = sys.byteorder == "little"
 _ALLOWED = ("int32", "int64", "uint64", "uint8")
+# Asking a dtype for its name takes longer than everything else in packing a small array.
+_NAMES = {np.dtype(name): name for name in _ALLOWED}
 
 
 class PackedArray(msgspec.Struct, frozen=True, array_like=True):
@@ -47,7 +52,13 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack(array: NDArray[np.generic]) -> PackedArray:
-    """Packs an int32, int64, uint64 or uint8 array."""
-    contiguous = np.ascontiguousarray(array)
-    little = contiguous.astype(contiguous.dtype.newbyteorder("<"), copy=False)
-    return PackedArray(contiguous.dtype.name, tuple(contiguous.shape), little.tobytes())
+    """Packs an int32, int64, uint64 or uint8 array.
+
+    Raises:
+        LayoutError: If it has another dtype.
+    """
+    name = _NAMES.get(array.dtype)
+    if name is None:
+        raise LayoutError(f"array dtype {array.dtype} is not one of {_ALLOWED}")
+    little = array if _LITTLE else array.astype(array.dtype.newbyteorder("<"))
+    return PackedArray(name, array.shape, little.tobytes())

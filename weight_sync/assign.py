@@ -57,6 +57,13 @@ def pour(amount: int, levels: Sequence[int]) -> list[int]:
     return shares
 
 
+def _group(numbers: I64) -> list[tuple[int, I64]]:
+    """Each distinct number with the rows that hold it, both ascending."""
+    order = np.argsort(numbers, kind="stable")
+    distinct, first = np.unique(numbers[order], return_index=True)
+    return list(zip(distinct.tolist(), np.split(order, first[1:]), strict=True))
+
+
 def _leaders(units: Sequence[NDArray[np.int32]]) -> I64:
     """Per piece of all workers, the first piece of its unit on the same worker, or itself."""
     out, at = [], 0
@@ -96,12 +103,16 @@ def assign(
     set_of_region, sets = owner_sets(regions)
     set_of_piece = [set_of_region[r] for r in piece_region]
     senders = [np.full(len(piece_region[c]), -1, np.int32) for c in worker_class]
+    rows_of_set = [_group(numbers) for numbers in set_of_piece]
     demand: dict[tuple[int, ...], list[tuple[int, I64]]] = defaultdict(list)
+    nearest: dict[tuple[bytes, int], tuple[int, ...]] = {}
     for worker, c in enumerate(worker_class):
         price = np.ascontiguousarray(cost[:, worker])
-        for number in np.unique(set_of_piece[c]).tolist():
-            near = cheapest(sets[number], price)
-            demand[near].append((worker, np.flatnonzero(set_of_piece[c] == number)))
+        prices = price.tobytes()
+        for number, rows in rows_of_set[c]:
+            if (prices, number) not in nearest:
+                nearest[prices, number] = cheapest(sets[number], price)
+            demand[nearest[prices, number]].append((worker, rows))
     load: dict[int, int] = defaultdict(int)
     for owners in sorted(demand, key=lambda o: (len(o), o)):
         parts = demand[owners]

@@ -54,6 +54,7 @@ class Manifest(msgspec.Struct, frozen=True):
         offset: int64 ``[n, R]`` region offsets, padded on the left with 0.
         size: int64 ``[n, R]`` region sizes, padded on the left with 1.
         generation: Grows when storages moved and handles must be exported again.
+        stage: Pipeline stage of the rank.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class Manifest(msgspec.Struct, frozen=True):
     offset: PackedArray
     size: PackedArray
     generation: int = 0
+    stage: int = 0
 
     def regions(self) -> list[tuple[TensorSpec, Box]]:
         """The owned regions, in the order that region numbers refer to."""
@@ -84,6 +86,7 @@ def build_manifest(
     device: str,
     tensors: Iterable[tuple[TensorSpec, Iterable[Box]]],
     generation: int = 0,
+    stage: int = 0,
 ) -> Manifest:
     """Builds a manifest from tensors and the boxes this rank owns of each.
 
@@ -123,6 +126,7 @@ def build_manifest(
         pack(offset),
         pack(size),
         generation,
+        stage,
     )
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from weight_sync.arrays import pack
 from weight_sync.assign import assign
 from weight_sync.dtypes import ITEMSIZE
-from weight_sync.errors import CoverageError, LayoutError
+from weight_sync.errors import CoverageError, LayoutError, shorten
 from weight_sync.manifest import Catalogue, Manifest, build_catalogue
 from weight_sync.membership import Membership
 from weight_sync.pieces import Pieces, intersect
@@ -72,7 +72,8 @@ class Plan:
         return out
 
     @cached_property
-    def _unit_numbers(self) -> NDArray[np.int32]:
+    def units(self) -> NDArray[np.int32]:
+        """int32 ``[tensors]``, as :func:`unit_numbers`."""
         return unit_numbers(self.catalogue)
 
     @cached_property
@@ -88,11 +89,11 @@ class Plan:
         return tuple(out)
 
     @cached_property
-    def _orders(self) -> tuple[I64, ...]:
+    def orders(self) -> tuple[I64, ...]:
         """Per class, pieces in the order packed transports send them: units together, by slice."""
         out = []
         for pieces in self.pieces:
-            unit = self._unit_numbers[pieces.tensor].astype(np.int64)
+            unit = self.units[pieces.tensor].astype(np.int64)
             lead = np.arange(len(pieces), dtype=np.int64)
             if (unit >= 0).any():
                 first = np.full(int(unit.max()) + 1, len(pieces), np.int64)
@@ -107,9 +108,9 @@ class Plan:
         ranks = np.arange(self.membership.trainer_world_size + 1)
         out = []
         for worker, c in enumerate(self.worker_class):
-            senders = self.senders[worker][self._orders[c]]
+            senders = self.senders[worker][self.orders[c]]
             sort = np.argsort(senders, kind="stable")
-            out.append((self._orders[c][sort], np.searchsorted(senders[sort], ranks)))
+            out.append((self.orders[c][sort], np.searchsorted(senders[sort], ranks)))
         return tuple(out)
 
     @cached_property
@@ -118,7 +119,7 @@ class Plan:
         dtypes = {t.name: t.dtype for t in self.catalogue.tensors}
         return tuple(tuple(dtypes[s.name] for s in r.sources) for r in self.recordings)
 
-    def _sent(self, worker: int, rank: int) -> I64:
+    def sent(self, worker: int, rank: int) -> I64:
         """Pieces that ``rank`` sends to ``worker``, in the order of the worker's program."""
         rows, first = self._by_sender[worker]
         return rows[first[rank] : first[rank + 1]]
@@ -126,7 +127,7 @@ class Plan:
     def receiver_program(self, worker: int) -> ReceiverProgram:
         """The part of one worker."""
         c = self.worker_class[worker]
-        pieces, order = self.pieces[c], self._orders[c]
+        pieces, order = self.pieces[c], self.orders[c]
         return ReceiverProgram(
             epoch=self.membership.epoch,
             plan_digest=self.digest,
@@ -137,7 +138,7 @@ class Plan:
             region=pack(self._region_numbers[worker][order]),
             offset=pack(pieces.offset[order]),
             size=pack(pieces.size[order]),
-            unit=pack(self._unit_numbers[pieces.tensor][order]),
+            unit=pack(self.units[pieces.tensor[order]]),
             wire_dtype=self._wire_dtypes[c],
             bucket_bytes=self.bucket_bytes,
         )
@@ -148,7 +149,7 @@ class Plan:
         for c, pieces in enumerate(self.pieces):
             # Replicas hold equal bytes, so the first worker's senders answer for the class.
             worker = self.worker_class.index(c)
-            mine = self._sent(worker, rank)
+            mine = self.sent(worker, rank)
             if len(mine):
                 hashes.append(
                     HashTask(
@@ -162,7 +163,7 @@ class Plan:
                 )
         sends = []
         for worker, c in enumerate(self.worker_class):
-            mine = self._sent(worker, rank)
+            mine = self.sent(worker, rank)
             if len(mine):
                 pieces = self.pieces[c]
                 sends.append(
@@ -171,7 +172,7 @@ class Plan:
                         region=pack(self._region_numbers[worker][mine]),
                         offset=pack(pieces.offset[mine]),
                         size=pack(pieces.size[mine]),
-                        unit=pack(self._unit_numbers[pieces.tensor][mine]),
+                        unit=pack(self.units[pieces.tensor[mine]]),
                     )
                 )
         return SenderProgram(
@@ -216,15 +217,7 @@ def build_plan(
         )
     catalogue = build_catalogue(manifests)
     regions = unite(catalogue, manifests)
-    numbers: dict[str, int] = {}
-    distinct: list[Recording] = []
-    classes: list[int] = []
-    for recording in recordings:
-        key = recording.digest()
-        if key not in numbers:
-            numbers[key] = len(distinct)
-            distinct.append(recording)
-        classes.append(numbers[key])
+    distinct, classes = _classes(recordings)
     check_coverage(catalogue, distinct, not_trained)
     pieces = [intersect(catalogue, regions, r) for r in distinct]
     if cost is None:
@@ -247,10 +240,24 @@ def build_plan(
         worker_class=tuple(classes),
         senders=tuple(senders),
         bucket_bytes=bucket_bytes,
-        digest=_digest(
-            membership, catalogue, regions, list(numbers), classes, senders, bucket_bytes
-        ),
+        digest=_digest(membership, catalogue, regions, distinct, classes, senders, bucket_bytes),
     )
+
+
+def _classes(recordings: Sequence[Recording]) -> tuple[list[Recording], list[int]]:
+    """The distinct recordings, and which of them each worker has."""
+    distinct: list[Recording] = []
+    alike: dict[tuple[bytes, bytes], list[int]] = {}
+    classes: list[int] = []
+    for recording in recordings:
+        # Workers differ in what they cut; only those that cut alike are compared in full.
+        known = alike.setdefault((recording.offset.data, recording.size.data), [])
+        number = next((n for n in known if distinct[n] == recording), len(distinct))
+        if number == len(distinct):
+            known.append(number)
+            distinct.append(recording)
+        classes.append(number)
+    return distinct, classes
 
 
 def unit_numbers(catalogue: Catalogue) -> NDArray[np.int32]:
@@ -274,10 +281,16 @@ def check_coverage(
 
     Raises:
         CoverageError: Listing all of them at once.
+        LayoutError: If a recording was made from names of another epoch.
     """
     read = {s.name for r in recordings for s in r.sources}
     aliases = {t.name: t.alias_of for t in catalogue.tensors if t.alias_of}
     groups = {t.name: aliases.get(t.name, t.name) for t in catalogue.tensors}
+    if gone := read - groups.keys():
+        raise LayoutError(
+            f"engine workers recorded {len(gone)} tensors that no trainer rank offers: "
+            f"{shorten(gone)}. Record again with the names of this epoch's manifests"
+        )
     used_groups = {groups[name] for name in read}
     unconsumed = [
         t.name
@@ -306,7 +319,7 @@ def _digest(
     membership: Membership,
     catalogue: Catalogue,
     regions: Regions,
-    recordings: Sequence[str],
+    recordings: Sequence[Recording],
     classes: Sequence[int],
     senders: Sequence[NDArray[np.int32]],
     bucket_bytes: int,
@@ -314,7 +327,13 @@ def _digest(
     state = hashlib.blake2b(digest_size=16)
     state.update(
         msgspec.msgpack.encode(
-            (membership, catalogue.tensors, list(recordings), list(classes), bucket_bytes)
+            (
+                membership,
+                catalogue.tensors,
+                [recording.digest() for recording in recordings],
+                list(classes),
+                bucket_bytes,
+            )
         )
     )
     for array in (regions.tensor, regions.offset, regions.size, regions.owner_first):

@@ -56,7 +56,7 @@ def test_worker_killed_in_the_middle_is_a_named_error_and_the_engine_stays_stale
     spec = TrainerSpec(config("tiny"), "fsdp", 2)
     with Engine(oracle.random("tiny", 0), 2) as engine, Trainers(spec) as trainers:
         engine.ready()
-        synchronizer = WeightSynchronizer(trainers.infos, [engine], deadline_s=DEADLINE)
+        synchronizer = WeightSynchronizer(trainers.infos, [engine], deadline_s=60)
         trainers.publish(1)
         synchronizer.sync_weights(1)
         assert not synchronizer.is_stale
@@ -64,7 +64,7 @@ def test_worker_killed_in_the_middle_is_a_named_error_and_the_engine_stays_stale
         trainers.publish(2, 0)
         start = time.monotonic()
         with pytest.raises(RefitError) as failed:
-            synchronizer.sync_weights(2)
+            synchronizer.sync_weights(2, deadline_s=DEADLINE)
         assert time.monotonic() - start < DEADLINE
         assert not engine.ranks[1].process.is_alive()
         assert "died" in str(failed.value)
@@ -81,7 +81,7 @@ def test_worker_that_raises_in_the_middle_recovers_with_the_next_full_refit(
         Trainers(TrainerSpec(config("tiny"))) as trainers,
     ):
         engine.ready()
-        synchronizer = WeightSynchronizer(trainers.infos, [engine], deadline_s=DEADLINE)
+        synchronizer = WeightSynchronizer(trainers.infos, [engine], deadline_s=60)
         engine.ranks[0].ask("call", fail_at_unit, 4)
         trainers.publish(1)
         with pytest.raises(RefitError, match="kernel said no") as failed:

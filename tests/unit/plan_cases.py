@@ -99,9 +99,10 @@ def delivered(
     start = target.offset.unpack()
     out = [np.full(p.shape, -1, np.int64) for p in target.parameters]
     times = [np.zeros(p.shape, np.int64) for p in target.parameters]
+    owned_by = [m.regions() for m in manifests]
     for row in range(len(slices)):
         number = int(slices[row])
-        spec, owned = manifests[int(senders[row])].regions()[int(regions[row])]
+        spec, owned = owned_by[int(senders[row])][int(regions[row])]
         assert spec.name == target.sources[int(source[number])].name
         rank = len(spec.shape)
         piece = Box(

@@ -45,3 +45,8 @@ def test_a_negative_size_is_refused() -> None:
 def test_other_dtypes_are_refused(dtype: str) -> None:
     with pytest.raises(LayoutError, match="is not one of"):
         PackedArray(dtype, (1,), b"\0" * 8).unpack()
+
+
+def test_packing_another_dtype_is_refused() -> None:
+    with pytest.raises(LayoutError, match="float64 is not one of"):
+        pack(np.zeros(2))

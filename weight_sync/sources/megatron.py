@@ -156,6 +156,7 @@ class MegatronSource:
     ) -> None:
         self._casts = check_casts(cast or {})
         self._entries = tuple(entries)
+        self._stage = grid.pp.rank
         self._addresses: tuple[int, ...] | None = None
         self._generation = 0
         for entry in self._entries:
@@ -173,7 +174,7 @@ class MegatronSource:
 
     def manifest(self, rank: int, host: str, device: str) -> Manifest:
         """Names, dtypes, global shapes and owned regions; no data is touched."""
-        addresses = tuple(self.region(i).data_ptr() for i in range(len(self._regions)))
+        addresses = self.fingerprint()
         if self._addresses not in (None, addresses):
             self._generation += 1
         self._addresses = addresses
@@ -181,12 +182,16 @@ class MegatronSource:
             (spec, [region.box for _, region in self._owned[name]])
             for name, spec in self._specs.items()
         ]
-        return build_manifest(rank, host, device, tensors, self._generation)
+        return build_manifest(rank, host, device, tensors, self._generation, self._stage)
 
     def region(self, number: int) -> torch.Tensor:
         """The local tensor of one region of the manifest: a view, never a copy."""
         entry, region = self._regions[number]
         return region.view(local_tensor(entry.name, entry.tensor))
+
+    def fingerprint(self) -> tuple[int, ...]:
+        """Addresses of all regions; changes when a tensor was replaced, moved or offloaded."""
+        return tuple(self.region(i).data_ptr() for i in range(len(self._regions)))
 
     def _collect(
         self,

@@ -55,7 +55,7 @@ class VllmModel:
         shared: dict[str, str] = {}
         for name, module in self._modules.items():
             for tensor in live_tensors(module).parameters.values():
-                if tensor.numel() == 0:
+                if tensor.numel() == 0 or tensor.is_meta:
                     continue
                 first = owner.setdefault(tensor.data_ptr(), name)
                 if first != name:

@@ -57,14 +57,18 @@ def make_recording(
         not_trained: Names or ``prefix*`` of engine parameters that keep their values.
 
     Raises:
-        CoverageError: Listing parameters nothing wrote and tensors whose shape loaders refuse.
+        CoverageError: Listing parameters nothing wrote, tensors whose shape loaders refuse, and
+            separate tensors for what the engine keeps as one.
     """
+    # Asked for before the swap: in loading layout no tensor has an address.
+    shared = model.shared_with()
     with model.loading_view() as view:
         raw = _record_all(view, offers)
         units = view.units
-        missing = _unwritten(units, raw, model.shared_with(), not_trained)
-    if missing:
-        raise CoverageError(unwritten=missing)
+        contradicting = _follow_owners(units, raw, shared, offers, not_trained)
+        missing = _unwritten(units, raw, shared, not_trained)
+    if missing or contradicting:
+        raise CoverageError(unwritten=missing, disagreeing=contradicting)
     used = sorted({s.parameter.unit for s in raw.slices} | set(raw.touched))
     modes = model.probe(units[u].name for u in used if u not in raw.unreadable)
     modes |= {units[u].name: Mode("loader", why) for u, why in raw.unreadable.items()}
@@ -92,6 +96,50 @@ def _record_all(view: LoadingView, offers: Sequence[TensorSpec]) -> RawRecording
         if refused:
             raise CoverageError(disagreeing=refused.values())
         return raw
+
+
+def _follow_owners(
+    units: Sequence[UnitView],
+    raw: RawRecording,
+    shared: Mapping[str, str],
+    offers: Sequence[TensorSpec],
+    not_trained: Sequence[str],
+) -> list[str]:
+    """Drops writes to tied parameters whose owner is written too; both are one piece of memory.
+
+    What another unit derives from it (a packed head) is made again from the owner after the install.
+
+    Returns:
+        Tied parameters for which the trainer has a tensor of its own, not tied and not declared.
+    """
+    number = {unit.name: i for i, unit in enumerate(units)}
+    group = [spec.alias_of or spec.name for spec in offers]
+    written: dict[ParameterKey, set[int]] = {}
+    for s in raw.slices:
+        written.setdefault(s.parameter, set()).add(s.source)
+    dropped: set[ParameterKey] = set()
+    contradicting = []
+    for key, sources in written.items():
+        owner = shared.get(units[key.unit].name)
+        owned = written.get(ParameterKey(number[owner], key.attribute)) if owner else None
+        if owned is None:
+            continue
+        dropped.add(key)
+        groups = {group[s] for s in owned}
+        for source in sources:
+            name = offers[source].name
+            if group[source] not in groups and not matches(name, not_trained):
+                contradicting.append(
+                    f"{name} is a tensor of its own, but the engine ties "
+                    f"{units[key.unit].name}.{key.attribute} to {owner}.{key.attribute} (tie them "
+                    "in the trainer, or declare it as not_trained)"
+                )
+    raw.slices[:] = [s for s in raw.slices if s.parameter not in dropped]
+    raw.fills[:] = [f for f in raw.fills if f.parameter not in dropped]
+    kept = {s.parameter.unit for s in raw.slices} | set(raw.unreadable)
+    for unit in {key.unit for key in dropped} - kept:
+        raw.touched.pop(unit, None)
+    return contradicting
 
 
 def _unwritten(
