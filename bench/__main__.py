@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
-from bench import refit
+from bench import plan, refit
 
 
 def main() -> None:
@@ -13,14 +14,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench")
     commands = parser.add_subparsers(dest="command", required=True)
     refit.add_arguments(commands.add_parser("refit", help=refit.__doc__))
+    plan.add_arguments(commands.add_parser("plan", help=plan.__doc__))
     args = parser.parse_args()
-    result = refit.run(refit.parse(args))
+    result = refit.run(refit.parse(args)) if args.command == "refit" else plan.run(args)
     text = json.dumps(result, indent=2)
     print(text)
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(text + "\n")
-    if args.plot:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(text + "\n")
+    if args.command == "refit" and args.plot:
         refit.plot(result, args.plot)
 
 

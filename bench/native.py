@@ -1,4 +1,4 @@
-"""vLLM's own ways to take new weights, timed beside ours in the same run."""
+"""Other ways to give vLLM new weights, timed beside ours in the same run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class NativeSystem(Protocol):
-    """One of vLLM's own ways."""
+    """One way of vLLM's own or of another project."""
 
     name: str
 
@@ -90,6 +90,30 @@ class NativeNccl:
         self._llm.finish_weight_update()
         torch.cuda.synchronize()
         self._trainers.collect()
+        return time.perf_counter() - start
+
+
+class CheckpointEngine:
+    """checkpoint-engine's parameter server, on the engine's GPU: through pinned host memory.
+
+    One refit is what a trainer has to do after a step: register the new weights, gather their
+    metadata, update. Its process group is built once, before.
+    """
+
+    name = "checkpoint-engine broadcast"
+
+    def __init__(self, llm: LLM, trainers: TrainerProcesses) -> None:
+        self._llm = llm
+        self._trainers = trainers
+
+    def refit(self) -> float:
+        """``register_checkpoint`` to the end of ``update``."""
+        start = time.perf_counter()
+        self._trainers.post("update_by_checkpoint_engine")
+        (paths,) = self._trainers.collect()
+        self._llm.collective_rpc("update_weights_from_ipc", args=(paths,))
+        self._trainers.collect()
+        torch.cuda.synchronize()
         return time.perf_counter() - start
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bench.limits import Limit, measure
+from bench.limits import Limit, measure_plan
 from bench.models import CONFIGS, config, random_weights, shapes, write_checkpoint, write_config
 from weight_sync.report import RefitReport
 
@@ -24,6 +24,9 @@ ENGINE_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+
+
+RIVALS = ("vllm-native", "checkpoint-engine")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Options:
     against: tuple[str, ...]
     repeat: int
     memory: float
+    quantize: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trainer-devices", help="comma separated, e.g. cuda:1; default: the engine's device"
     )
-    parser.add_argument("--against", default="", help="vllm-native")
+    parser.add_argument("--against", default="", help=f"comma separated: {', '.join(RIVALS)}")
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument(
+        "--quantize", default="", help="mxfp8, fp8 or fp8-tensor: such engines beside a bf16 one"
+    )
     parser.add_argument("--memory", type=float, default=0.3, help="gpu_memory_utilization")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="bar chart as PNG (needs matplotlib)")
@@ -77,16 +84,25 @@ def parse(args: argparse.Namespace) -> Options:
         devices = tuple(f"cuda:{i}" if args.device == "cuda" else "cpu" for i in range(ranks))
     if len(devices) != ranks:
         sys.exit(f"--trainer has {ranks} ranks but --trainer-devices names {len(devices)}")
+    rivals = tuple(a for a in args.against.split(",") if a)
+    tp = int(engine.get("tp", 1))
+    if set(rivals) - set(RIVALS):
+        sys.exit(f"--against knows {', '.join(RIVALS)}")
+    if rivals and (ranks > 1 or tp > 1):
+        sys.exit("--against works with one trainer rank and one engine worker")
+    if "checkpoint-engine" in rivals and devices != ("cuda:0",):
+        sys.exit("checkpoint-engine shares the engine's GPU: leave out --trainer-devices")
     return Options(
         args.model,
         args.layers,
         args.device,
         args.transport,
         devices,
-        int(engine.get("tp", 1)),
-        tuple(a for a in args.against.split(",") if a),
+        tp,
+        rivals,
         args.repeat,
         args.memory,
+        args.quantize,
     )
 
 
@@ -96,13 +112,20 @@ def run(options: Options) -> dict[str, object]:
         os.environ.setdefault(key, value)
     if options.engine_tp > 1:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    if options.quantize:
+        from bench.quantized_refit import run_quantized
+
+        return run_quantized(options)
     cfg = config(options.model, options.layers)
     with tempfile.TemporaryDirectory() as folder:
-        llm = _start_engine(options, cfg, Path(folder))
-        return _measure(options, cfg, llm)
+        llm = start_engine(options, cfg, Path(folder))
+        return measure_engine(options, cfg, llm)
 
 
-def _start_engine(options: Options, cfg: dict[str, object], folder: Path) -> object:
+def start_engine(
+    options: Options, cfg: dict[str, object], folder: Path, **engine: object
+) -> object:
+    """An engine of a configuration; on GPUs its first weights are vLLM's own dummies."""
     import vllm
 
     from weight_sync.vllm.worker_extension import EXTENSION
@@ -113,6 +136,7 @@ def _start_engine(options: Options, cfg: dict[str, object], folder: Path) -> obj
     else:
         write_checkpoint(cfg, random_weights(cfg, 0), folder)
     extra: dict[str, object] = {}
+    extension = EXTENSION
     if cuda:
         extra["load_format"] = "dummy"
         extra["gpu_memory_utilization"] = options.memory
@@ -121,6 +145,8 @@ def _start_engine(options: Options, cfg: dict[str, object], folder: Path) -> obj
 
             backend = "ipc" if options.trainer_devices[0] == "cuda:0" else "nccl"
             extra["weight_transfer_config"] = WeightTransferConfig(backend=backend)
+        if "checkpoint-engine" in options.against:
+            extension = "bench.checkpoint_engine_worker.BothExtensions"
     return vllm.LLM(
         str(folder),
         skip_tokenizer_init=True,
@@ -129,19 +155,23 @@ def _start_engine(options: Options, cfg: dict[str, object], folder: Path) -> obj
         max_model_len=256,
         max_num_seqs=8,
         tensor_parallel_size=options.engine_tp,
-        worker_extension_cls=EXTENSION,
+        worker_extension_cls=extension,
         **extra,
+        **engine,
     )
 
 
-def _measure(options: Options, cfg: dict[str, object], llm: object) -> dict[str, object]:
-    from bench.native import NativeIpc, NativeNccl, NativeReload, NativeSystem
+def measure_engine(options: Options, cfg: dict[str, object], llm: object) -> dict[str, object]:
+    """Refits an engine again and again, with ours and with what it is compared with."""
+    from bench.group_limit import measure_group
+    from bench.native import CheckpointEngine, NativeIpc, NativeNccl, NativeReload, NativeSystem
     from bench.trainer_process import BenchTrainer, TrainerProcesses
     from weight_sync.engine import LocalLLM
     from weight_sync.synchronizer import WeightSynchronizer
+    from weight_sync.transports.registry import GROUPED
 
     engine_device = "cuda:0" if options.device == "cuda" else "cpu"
-    limit = measure(engine_device, options.trainer_devices[-1])
+    tp = options.engine_tp
     with TrainerProcesses(BenchTrainer(cfg, options.trainer_devices, options.device)) as trainers:
         natives: list[NativeSystem] = []
         if "vllm-native" in options.against:
@@ -151,6 +181,8 @@ def _measure(options: Options, cfg: dict[str, object], llm: object) -> dict[str,
                 natives.append(NativeIpc(llm, trainers))
             else:
                 natives.append(NativeNccl(llm, trainers, cfg))
+        if "checkpoint-engine" in options.against:
+            natives.append(CheckpointEngine(llm, trainers))
         sync = WeightSynchronizer(
             trainers.infos, [LocalLLM(llm)], transport=options.transport, deadline_s=300
         )
@@ -160,6 +192,12 @@ def _measure(options: Options, cfg: dict[str, object], llm: object) -> dict[str,
         trainers.ask("publish", version)
         print(sync.sync_weights(version).line(), file=sys.stderr, flush=True)
         after = _free_memory(options)
+        if options.transport in GROUPED:
+            limit = measure_group(trainers, options.trainer_devices, engine_device)
+        else:
+            workers = [f"cuda:{i}" if options.device == "cuda" else "cpu" for i in range(tp)]
+            assert sync.plan is not None
+            limit = measure_plan(sync.plan, options.trainer_devices, workers)
         reports: list[RefitReport] = []
         plain: list[RefitReport] = []
         native_seconds: dict[str, list[float]] = {n.name: [] for n in natives}

@@ -9,10 +9,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from typing import TYPE_CHECKING
+
 import torch
 
+from bench.group_limit import send_flat
 from bench.models import Config, shapes
+from weight_sync.comm.rendezvous import Rendezvous
 from weight_sync.messages import TrainerEndpointInfo
+
+if TYPE_CHECKING:
+    from bench.checkpoint_engine_trainer import Server
 
 
 @dataclass(frozen=True)
@@ -31,9 +38,10 @@ class BenchTrainer:
 
 
 def _fill(tensors: dict[str, torch.Tensor], version: int) -> None:
-    for i, tensor in enumerate(tensors.values()):
+    for i, (name, tensor) in enumerate(tensors.items()):
         generator = torch.Generator(device=tensor.device).manual_seed(1_000_003 * version + i)
-        tensor.normal_(0.0, 0.02, generator=generator)
+        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        tensor.normal_(mean, 0.02, generator=generator)
 
 
 class _Rank:
@@ -44,6 +52,7 @@ class _Rank:
         from weight_sync.trainer.endpoint import TrainerEndpoint
 
         device = torch.device(spec.devices[rank])
+        self.spec = spec
         self.cuda = device.type == "cuda"
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -68,6 +77,8 @@ class _Rank:
             ModuleSource(module), rank, engine_device=spec.engine_device
         )
         self.group: object = None
+        self.server: Server | None = None
+        self.pipe: Connection | None = None
 
     def publish(self, version: int) -> None:
         """New weights, written in place."""
@@ -103,6 +114,21 @@ class _Rank:
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Host copies of the rank's local tensors, to write a checkpoint of them."""
         return {n: t.detach().cpu().clone() for n, t in self.tensors.items()}
+
+    def send_flat(self, rendezvous: Rendezvous, nbytes: int, count: int) -> None:
+        """Sends plain buffers to the benchmark, for the rate that the group allows."""
+        ranks = len(self.spec.devices)
+        device = torch.device(self.spec.devices[self.endpoint.rank])
+        send_flat(rendezvous, self.endpoint.rank, ranks, device, nbytes, count)
+
+    def update_by_checkpoint_engine(self) -> None:
+        """One refit by checkpoint-engine; sends its socket paths as an answer of their own."""
+        from bench.checkpoint_engine_trainer import Server
+
+        if self.server is None:
+            self.server = Server()
+        assert self.pipe is not None
+        self.server.update(self.tensors, self.pipe.send)
 
     def ipc_handles(self) -> dict[str, object]:
         """What vLLM's own ipc engine needs, made as its trainer side makes it."""
@@ -156,6 +182,7 @@ class _Holder(torch.nn.Module):
 def _serve(spec: BenchTrainer, rank: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     state = _Rank(spec, rank, port)
+    state.pipe = pipe
     pipe.send(state.endpoint.info)
     while True:
         command, *args = pipe.recv()

@@ -61,7 +61,7 @@ def translate(error: BaseException, who: str, what: str) -> tuple[WeightSyncErro
             return PeerDeadError(text, stage=what, ranks=[who], remedy=remedy), True
         return EngineStateError(text), False
     if isinstance(error, GetTimeoutError):
-        return EngineStateError(f"{who} did not answer {what} in time; it may hang, probe it"), False
+        return EngineStateError(f"{who} did not answer {what} in time; probe it"), False
     return EngineStateError(f"{who} failed in {what}: {type(error).__name__}: {error}"), False
 
 
@@ -88,8 +88,8 @@ def gather(
         who = f"shard {shard}"
         if ref in late:
             error = EngineStateError(
-                f"{who} did not answer {what} within {timeout_s:g} s; probe it, restart it if it is "
-                "wedged"
+                f"{who} did not answer {what} within {timeout_s:g} s; probe it, restart it when it "
+                "is wedged"
             )
             answers[shard] = Answer(error=error)
             continue

@@ -1,4 +1,4 @@
-"""The actor that hosts vLLM's asynchronous engine: single requests, pausing, and the HTTP server."""
+"""The actor that hosts vLLM's asynchronous engine: single requests, pauses, the HTTP server."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from generation.config import VllmConfig
 from generation.engine_actor import EngineActor
 from generation.engine_args import sampling_arguments
 from generation.engine_facts import (
+    callers_errors,
     connector_can_reset,
     has_profiler,
     read_counters,
@@ -25,6 +26,7 @@ from generation.outputs import Completion, combine, combine_texts, completion_of
 from generation.pause import REFIT, SLEEP, PauseOwners
 from generation.prompts import format_prompt_for_vllm_generation, validate_rollout_prompt
 from generation.token_capture import TokenCapture, drain_records
+from generation.version_book import VersionBook
 from weight_sync.errors import ConfigError, EngineStateError
 
 _MEMORY_TAGS = frozenset({"weights", "kv_cache"})
@@ -38,7 +40,8 @@ class AsyncEngineActor(EngineActor):
         self._owners = PauseOwners()
         self._asleep: frozenset[str] = frozenset()
         self._control = asyncio.Lock()
-        self._capture = TokenCapture(lambda: self._label)
+        self._book = VersionBook()
+        self._capture = TokenCapture(lambda: self._label, self._book)
         self._server: HttpServer | None = None
         self._sampler: MetricsSampler | None = None
 
@@ -134,8 +137,11 @@ class AsyncEngineActor(EngineActor):
         params = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
         final = None
         outputs: AsyncIterator[Any] = self._engine.generate(prompt, params, uuid.uuid4().hex)
-        async for output in outputs:
-            final = output
+        try:
+            async for output in outputs:
+                final = output
+        except callers_errors() as error:
+            raise InvalidRolloutError(f"vLLM refuses the request: {error}") from error
         if final is None or not final.finished:
             raise EngineOutputError(
                 f"shard {self.shard} ended a request without output; send it again"
@@ -190,8 +196,8 @@ class AsyncEngineActor(EngineActor):
     async def invalidate(self) -> bool:
         """Drops prefix, KV connector, multimodal and encoder caches; the engine's real answer.
 
-        False when requests run (their blocks cannot be dropped; pause first), or when a configured KV
-        connector has no way to drop what it cached.
+        False when requests run (their blocks cannot be dropped; pause first), or when a configured
+        KV connector has no way to drop what it cached.
         """
         async with self._control:
             dropped = await self._engine.reset_prefix_cache(
@@ -210,6 +216,8 @@ class AsyncEngineActor(EngineActor):
 
     async def set_label(self, version: int) -> bool:
         """Stamps later tokens; says nothing about whether the weights may be served."""
+        if not hasattr(self._engine, "update_weight_version"):
+            self._book.switch(self._engine, self._label)
         self._label = version
         await self._label_engine()
         return True
@@ -222,8 +230,13 @@ class AsyncEngineActor(EngineActor):
     # --- sleep ----------------------------------------------------------------------------------
 
     async def sleep(self, level: int) -> bool:
-        """Frees device memory where the platform can; requests in flight are kept and recomputed."""
+        """Frees device memory where the platform can; requests in flight are recomputed later.
+
+        vLLM drops all caches on the way. False, and awake, when a KV connector cannot do so.
+        """
         async with self._control:
+            if not connector_can_reset(self._engine.vllm_config):
+                return False
             await self._engine.sleep(level=level, mode="keep")
             self._owners.add(SLEEP)
             self._asleep = _MEMORY_TAGS

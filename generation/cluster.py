@@ -58,8 +58,8 @@ class RayCluster:
     def init_placement_groups(self, *, unified: bool, timeout_s: float) -> None:
         """Creates the placement groups one after the other; idempotent.
 
-        The next group is asked for when the one before was granted, so that the order in which nodes
-        are claimed does not depend on chance.
+        The next group is asked for when the one before was granted, so that the order in which
+        nodes are claimed does not depend on chance.
 
         Args:
             unified: One group over all nodes, for shards that are wider than a node.

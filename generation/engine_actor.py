@@ -1,7 +1,7 @@
 """What every worker actor of the facade has in common, whichever engine its leader hosts.
 
-A shard has one actor per bundle. The first, its leader, owns the engine; vLLM's own executor gives it
-one worker process per rank. The others only hold their bundles, so that nobody else is given the
+A shard has one actor per bundle. The first, its leader, owns the engine; vLLM's own executor gives
+it one worker process per rank. The others only hold their bundles, so that nobody else is given the
 devices, and tell the leader which devices those are.
 """
 
@@ -29,8 +29,8 @@ class EngineActor:
         config: The fleet's config, with the HTTP key where one is required.
         shard: Number of the shard.
         owner: Whether this actor hosts the shard's engine.
-        current: Whether the checkpoint holds weights that may be served. A replacement engine, or one
-            with dummy weights, serves nothing before its first verified refit.
+        current: Whether the checkpoint holds weights that may be served. A replacement engine, or
+            one with dummy weights, serves nothing before its first verified refit.
     """
 
     def __init__(self, config: VllmConfig, shard: int, owner: bool, current: bool) -> None:

@@ -40,6 +40,15 @@ def has_profiler(vllm_config: Any) -> bool:  # noqa: ANN401 - vLLM's class
     return getattr(profiler, "profiler", None) is not None
 
 
+def callers_errors() -> tuple[type[Exception], ...]:
+    """What vLLM raises for requests that are wrong, as opposed to engines that are."""
+    try:
+        from vllm.exceptions import VLLMClientError
+    except ImportError:
+        return (ValueError,)
+    return (ValueError, VLLMClientError)
+
+
 def report_devices(count: int) -> list[str]:
     """Identity of the devices of a shard's ``count`` workers: GPU UUIDs, or ``cpu`` for each."""
     from vllm.platforms import current_platform

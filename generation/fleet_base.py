@@ -25,6 +25,7 @@ class FleetBase:
     pool: RayWorkerPool
     roster: Roster
     refits: RefitDriver
+    _held = False
 
     @property
     def dp_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Health and repair of the fleet: liveness, what a shard's machine looks like, replacing a shard."""
+"""Health and repair of the fleet: liveness, a shard's machine, replacing a shard."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from generation.answers import values_or_raise
 from generation.capture import CaptureSink
 from generation.fleet import GenerationFleetHealth, ShardState
 from generation.fleet_base import FleetBase
+from generation.pause import USER
 from generation.selector import HealthyShardSelector
 from weight_sync.errors import EngineStateError
 
@@ -37,8 +38,8 @@ class FleetCalls(FleetBase):
     def shard_liveness_ref(self, shard: int) -> ray.ObjectRef:
         """Returns a reference that resolves to True if and only if the shard's engine is alive.
 
-        Waiting for it raises ``RayActorError`` for a dead actor, ``EngineDeadError`` for a dead engine
-        behind a living one.
+        Waiting for it raises ``RayActorError`` for a dead actor, ``EngineDeadError`` for a dead
+        engine behind a living one.
         """
         return self.pool.leader(shard).is_alive.remote()
 
@@ -68,16 +69,20 @@ class FleetCalls(FleetBase):
         """Replaces one shard: ends what is left of it, starts a new engine in the same place.
 
         Blocking and slow. The new engine holds old weights and serves nothing before its first
-        verified refit. Token capture and the weight version are applied again.
+        verified refit. Token capture, weight version and a pause that
+        somebody holds are applied again.
 
         Returns:
             Its new HTTP address for the caller to publish, or None when it serves no HTTP.
 
         Raises:
-            EngineStateError: The shard does not exist, its restarts are used up, a process of it does
-                not end, or the new engine does not start.
+            EngineStateError: The shard does not exist, its restarts are used up, a process of it
+                does not end, or the new engine does not start.
         """
-        self.pool.leader_index(shard)
+        if shard not in self.pool.shards:
+            raise EngineStateError(
+                f"shard {shard} cannot be replaced; the fleet has {list(self.pool.shards)}"
+            )
         mine = self._mark_restarting(shard)
         self.roster.died(shard, "restarting")
         self.log_shard_gpu_state(shard, label="before restart", timeout_s=self.limits.call_s)
@@ -104,8 +109,8 @@ class FleetCalls(FleetBase):
         monitor.record_actor_death(shard, "replaced on request")
         if not monitor.mark_restarting(shard):
             raise EngineStateError(
-                f"shard {shard} is {monitor.state_of(shard)} and is not restarted any more; see its "
-                "last errors, or raise max_restart_attempts_per_shard"
+                f"shard {shard} is {monitor.state_of(shard)} and is not restarted any more; see "
+                "its last errors, or raise max_restart_attempts_per_shard"
             )
         return True
 
@@ -115,7 +120,11 @@ class FleetCalls(FleetBase):
             values_or_raise(
                 self.pool.ask([shard], "install_capture", self._make_sink, timeout_s=limit)
             )
+        if self._held:
+            values_or_raise(self.pool.ask([shard], "pause", USER, True, timeout_s=limit))
         if self._label is not None:
             values_or_raise(self.pool.ask([shard], "set_label", self._label, timeout_s=limit))
-        url: str | None = values_or_raise(self.pool.ask([shard], "base_url", timeout_s=limit))[shard]
-        return url
+        found: dict[int, str | None] = values_or_raise(
+            self.pool.ask([shard], "base_url", timeout_s=limit)
+        )
+        return found[shard]

@@ -36,13 +36,15 @@ class GenerationCalls(FleetBase):
         """Answers a batch of token ids on sync engines, split over the serving shards.
 
         Args:
-            data: ``input_ids`` int64 ``[samples, width]`` padded on the right, ``input_lengths`` int64
-                ``[samples]``; optionally ``stop_strings``, a list or None per sample, and media.
+            data: ``input_ids`` int64 ``[samples, width]`` padded on the right, ``input_lengths``
+                int64 ``[samples]``; optionally ``stop_strings``, a list or None per sample, and
+                media.
             greedy: Take the most likely token instead of sampling.
 
         Returns:
-            ``output_ids``, ``logprobs`` (float32, 0 over prompt and padding), ``generation_lengths``,
-            ``unpadded_sequence_lengths``, ``truncated`` and ``weight_version_spans``, in sample order.
+            ``output_ids``, ``logprobs`` (float32, 0 over prompt and padding),
+            ``generation_lengths``, ``unpadded_sequence_lengths``, ``truncated`` and
+            ``weight_version_spans``, in sample order.
 
         Raises:
             FleetStateError: The engines are async.
@@ -118,8 +120,8 @@ class GenerationCalls(FleetBase):
             greedy: Take the most likely token instead of sampling.
 
         Yields:
-            The sample's index and its result batch, with ``gen_leader_worker_idx`` added; nothing for
-            an empty batch.
+            The sample's index and its result batch, with ``gen_leader_worker_idx`` added; nothing
+            for an empty batch.
 
         Raises:
             FleetStateError: The engines are sync.

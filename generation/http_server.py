@@ -1,7 +1,7 @@
 """vLLM's own OpenAI-compatible server inside the engine's actor, behind the fleet's key.
 
-Every route demands the key, also those that vLLM's own ``--api-key`` leaves open. Chat answers carry
-token ids, log-probabilities, expert routes and weight versions, as a trainer needs them.
+Every route demands the key, also those that vLLM's own ``--api-key`` leaves open. Chat answers
+carry token ids, log-probabilities, expert routes and weight versions, as a trainer needs them.
 """
 
 from __future__ import annotations

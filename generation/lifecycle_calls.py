@@ -34,15 +34,12 @@ class LifecycleCalls(FleetBase):
         """Ends a phase of generation: colocated engines sleep, others drop their prefix cache.
 
         Returns:
-            True if every living shard answered True. False where requests still run: their blocks
-            cannot be dropped.
+            True if every living shard answered True. Requests in flight are kept: asleep they wait
+            and are recomputed later; awake they keep their blocks, and the answer is False.
         """
         alive = self.roster.alive()
         if not self.config.colocated:
             return self._all_say_yes(alive, "invalidate")
-        # An engine asleep cannot be asked for its caches, so they go first.
-        if not self._all_say_yes(alive, "invalidate"):
-            return False
         return self._all_say_yes(alive, "sleep", SLEEP_LEVEL)
 
     def invalidate_kv_cache(self) -> bool:
@@ -79,6 +76,7 @@ class LifecycleCalls(FleetBase):
         self._note_deaths(answers)
         wrong = {s: a for s, a in answers.items() if not a.yes}
         if answers and not wrong:
+            self._held = True
             return True
         for shard, answer in wrong.items():
             logger.warning("pause: shard %d: %s", shard, answer.error or answer.value)
@@ -101,6 +99,7 @@ class LifecycleCalls(FleetBase):
         limit = self.limits.call_s if timeout_s is None else timeout_s
         answers = self.pool.ask(self.roster.alive(), "resume", USER, timeout_s=limit)
         self._note_deaths(answers)
+        self._held = False
         living = {s: a for s, a in answers.items() if not a.dead}
         for shard, answer in living.items():
             if not answer.yes:

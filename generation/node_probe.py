@@ -1,8 +1,8 @@
 """Looks at a shard's machine from outside the shard: its processes, and the memory of its GPUs.
 
-An engine runs in processes of its own. When the actor in front of them is killed they can live on, hold
-the devices and make the replacement run out of memory. Every process of a shard inherits one random
-mark in its environment, by which exactly those processes are found and ended.
+An engine runs in processes of its own. When the actor in front of them is killed they can live on,
+hold the devices and make the replacement run out of memory. Every process of a shard inherits one
+random mark in its environment, by which exactly those processes are found and ended.
 """
 
 from __future__ import annotations

@@ -60,13 +60,11 @@ class ObservabilityCalls(FleetCalls):
     def set_rollout_weight_version(self, version: int) -> None:
         """Stamps later tokens with ``version`` on every living shard; waits until all do.
 
-        Refits do so by themselves. A label is no proof: an engine that waits for its first refit still
-        serves nothing.
+        Refits do so by themselves. A label is no proof: an engine that waits for its first refit
+        still serves nothing.
         """
         values_or_raise(
-            self.pool.ask(
-                self.roster.alive(), "set_label", version, timeout_s=self.limits.call_s
-            )
+            self.pool.ask(self.roster.alive(), "set_label", version, timeout_s=self.limits.call_s)
         )
         self._label = version
 

@@ -1,7 +1,7 @@
 """Who asked an engine to stand still: it goes on only when nobody does any more.
 
-A trainer that paused by hand, a refit and sleep each have their own reason to hold an engine. A flag
-would let the first one that ends its pause start the engine under the others.
+A trainer that paused by hand, a refit and sleep each have their own reason to hold an engine. A
+flag would let the first one that ends its pause start the engine under the others.
 """
 
 from __future__ import annotations
@@ -41,6 +41,6 @@ class PauseOwners:
         """Raises EngineStateError when waking would run weights that a failed refit left mixed."""
         if REFIT in self._held:
             raise EngineStateError(
-                "the last refit of this shard did not finish, so its weights may be mixed; refit it "
-                "before its KV cache is woken"
+                "the last refit of this shard did not finish, its weights may be mixed; refit it "
+                "before waking its KV cache"
             )

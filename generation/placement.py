@@ -1,7 +1,7 @@
 """Which bundles of a cluster belong to which shard; pure, the cluster itself is a Protocol.
 
-A bundle is the place of one worker. A shard's ``tp * pp`` bundles are neighbours: first by node, then
-by their order on the node, so that a shard spans as few nodes as possible.
+A bundle is the place of one worker. A shard's ``tp * pp`` bundles are neighbours: first by node,
+then by their order on the node, so that a shard spans as few nodes as possible.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def place_shards(
 ) -> tuple[ShardPlace, ...]:
     """Cuts the bundles into shards of ``shard_width`` neighbours.
 
-    Where a shard fits on a node it never spans two: bundles that are left over on a node stay unused.
+    Where a shard fits on a node it never spans two: bundles that are left over on a node stay
+    unused.
 
     Raises:
         ValueError: No bundles, or not enough of them for one shard.

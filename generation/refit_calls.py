@@ -19,8 +19,8 @@ from weight_sync.report import RefitReport
 class RefitCalls(FleetBase):
     """Refits and membership of the facade.
 
-    The futures are :class:`concurrent.futures.Future`: wait for them together with the trainer's own
-    work. One refit is one operation over all participants, so each list holds one future.
+    The futures are :class:`concurrent.futures.Future`: wait for them together with the trainer's
+    own work. One refit is one operation over all participants, so each list holds one future.
     """
 
     def prepare_refit_info(
@@ -31,13 +31,14 @@ class RefitCalls(FleetBase):
     ) -> list[str] | None:
         """Takes the trainer ranks to refit from.
 
-        Their names, shapes and dtypes are not passed here: every rank's endpoint states them, and they
-        are compared with what the engines' own loaders read before the first byte moves.
+        Their names, shapes and dtypes are not passed here: every rank's endpoint states them, and
+        they are compared with what the engines' own loaders read before the first byte moves.
 
         Args:
-            state_dict_info: ``TrainerEndpoint.info`` of every rank, in rank order; None does nothing.
-            not_trained: Names or ``prefix*``: trainer tensors the engine may ignore, engine parameters
-                that keep their values.
+            state_dict_info: ``TrainerEndpoint.info`` of every rank, in rank order; None does
+                nothing.
+            not_trained: Names or ``prefix*``: trainer tensors the engine may ignore, engine
+                parameters that keep their values.
 
         Returns:
             None: the engines take all tensors as the trainer holds them.
@@ -59,8 +60,8 @@ class RefitCalls(FleetBase):
             refit_timeout_s: Deadline of one stage, seconds.
 
         Returns:
-            One future. Its report stands for an explicit answer of every worker of every participant;
-            otherwise it holds the error.
+            One future. Its report stands for an explicit answer of every worker of every
+            participant; otherwise it holds the error.
 
         Raises:
             FleetStateError: No workers, or no trainers were offered.
@@ -183,8 +184,8 @@ class RefitCalls(FleetBase):
         if unknown or membership.workers_per_shard != self.pool.shard_width:
             raise MembershipError(
                 f"membership has shards {list(membership.shards)} of "
-                f"{membership.workers_per_shard} workers; the fleet has {list(self.pool.shards)} of "
-                f"{self.pool.shard_width}"
+                f"{membership.workers_per_shard} workers; the fleet has {list(self.pool.shards)} "
+                f"of {self.pool.shard_width}"
             )
         self.roster.set_membership(membership)
 

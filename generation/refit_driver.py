@@ -1,7 +1,7 @@
 """Drives the weight synchronizer for a fleet: one refit at a time, over the shards that are there.
 
-The synchronizer moves and proves the bytes. This decides who takes part, rebuilds plan and groups when
-that changed, and tells the roster how every single shard came out.
+The synchronizer moves and proves the bytes. This decides who takes part, rebuilds plan and groups
+when that changed, and tells the roster how every single shard came out.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class RefitDriver:
             EngineStateError: No trainers were offered, or a refit is running.
         """
         self._select(transport)
-        wanted = self._version + 1 if version is None else version
+        # Engines start at version 0, what they loaded from their checkpoint.
+        wanted = max(self._version, 0) + 1 if version is None else version
         return self._background(lambda: self._run(wanted, timeout_s))
 
     def close(self) -> None:

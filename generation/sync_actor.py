@@ -13,11 +13,13 @@ from generation.config import VllmConfig
 from generation.engine_actor import EngineActor
 from generation.engine_args import sampling_arguments
 from generation.engine_facts import (
+    callers_errors,
     connector_can_reset,
     has_profiler,
     read_counters,
     report_devices,
 )
+from generation.errors import InvalidRolloutError
 from generation.outputs import Completion, combine, combine_texts, completion_of, no_room
 from generation.pause import REFIT
 from generation.prompts import format_prompt_for_vllm_generation
@@ -27,8 +29,8 @@ from weight_sync.errors import ConfigError, EngineStateError
 class SyncEngineActor(EngineActor):
     """One shard with vLLM's ``LLM``.
 
-    Calls queue behind each other, so nothing runs while a refit, sleep or reset is under way, and there
-    is nothing to pause. Only :meth:`is_alive` and :meth:`pid` answer in between.
+    Calls queue behind each other, so nothing runs while a refit, sleep or reset is under way, and
+    there is nothing to pause. Only :meth:`is_alive` and :meth:`pid` answer in between.
     """
 
     CONCURRENCY_GROUPS: ClassVar[dict[str, int]] = {"control": 1}
@@ -53,12 +55,12 @@ class SyncEngineActor(EngineActor):
         """None: this engine serves no HTTP."""
         return None
 
-    @ray.method(concurrency_group="control")  # type: ignore[misc]
+    @ray.method(concurrency_group="control")
     def is_alive(self) -> bool:
         """True, also while a batch runs."""
         return True
 
-    @ray.method(concurrency_group="control")  # type: ignore[misc]
+    @ray.method(concurrency_group="control")
     def pid(self) -> int:
         """Returns the actor's process id."""
         return super().pid()
@@ -115,11 +117,14 @@ class SyncEngineActor(EngineActor):
             for stop, length in zip(stops, lengths, strict=True)
         ]
         asked = [i for i, a in enumerate(arguments) if a["max_tokens"]]
-        outputs = self._engine.generate(
-            [prompts[i] for i in asked],
-            [SamplingParams(**arguments[i]) for i in asked],
-            use_tqdm=False,
-        )
+        try:
+            outputs = self._engine.generate(
+                [prompts[i] for i in asked],
+                [SamplingParams(**arguments[i]) for i in asked],
+                use_tqdm=False,
+            )
+        except callers_errors() as error:
+            raise InvalidRolloutError(f"vLLM refuses the batch: {error}") from error
         by_index = dict(zip(asked, outputs, strict=True))
         return [
             completion_of(by_index[i], self._label)
@@ -176,7 +181,12 @@ class SyncEngineActor(EngineActor):
             setter(str(self._label))
 
     def sleep(self, level: int) -> bool:
-        """Frees device memory where the platform can."""
+        """Frees device memory where the platform can; vLLM drops all caches on the way.
+
+        False, and awake, when a KV connector cannot do so.
+        """
+        if not connector_can_reset(self._engine.llm_engine.vllm_config):
+            return False
         self._engine.sleep(level=level)
         gc.collect()
         return True

@@ -1,13 +1,16 @@
-"""Records every request an engine finishes, whoever sent it, with its tokens' weight versions."""
+"""Stands at an engine's ``generate``: stamps and records every request, whoever sent it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from generation.capture import CaptureRecord, CaptureSink, InMemorySink
 from generation.chat import _generated
+from generation.errors import InvalidRolloutError
 from generation.outputs import version_spans
+from generation.version_book import VersionBook
 from weight_sync.errors import EngineStateError
 
 Generate = Callable[..., AsyncIterator[Any]]
@@ -17,11 +20,13 @@ class TokenCapture:
     """Stands between an engine and whoever calls its ``generate``.
 
     Args:
-        version: Gives the weight version of an engine that reports none itself.
+        version: Gives the present weight version.
+        book: Knows the versions of earlier tokens, for engines that report none themselves.
     """
 
-    def __init__(self, version: Callable[[], int]) -> None:
+    def __init__(self, version: Callable[[], int], book: VersionBook) -> None:
         self._version = version
+        self._book = book
         self.sink: CaptureSink | None = None
 
     def install(self, sink: CaptureSink) -> None:
@@ -43,7 +48,10 @@ class TokenCapture:
             sink.close()
 
     def around(self, generate: Generate) -> Generate:
-        """Returns ``generate`` with log-probabilities always on and every finish recorded."""
+        """Returns ``generate`` with log-probabilities always on and versions on every final output.
+
+        Every finish is recorded while a sink is installed.
+        """
 
         async def watched(
             prompt: object,
@@ -57,11 +65,32 @@ class TokenCapture:
                 sampling_params.logprobs = 0
             parts: dict[int, _Parts] = {}
             async for output in generate(prompt, sampling_params, request_id, *args, **kwargs):
+                if output.finished:
+                    self._stamp(output, sampling_params, request_id)
                 if self.sink is not None and hasattr(sampling_params, "output_kind"):
                     self._watch(output, sampling_params, request_id, parts)
                 yield output
 
         return watched
+
+    def _stamp(
+        self,
+        output: Any,  # noqa: ANN401 - vLLM's class
+        sampling_params: Any,  # noqa: ANN401 - vLLM's class
+        request_id: str,
+    ) -> None:
+        """Adds weight versions where the engine knows none."""
+        for completion in getattr(output, "outputs", ()):
+            if not hasattr(completion, "token_ids") or hasattr(completion, "weight_versions"):
+                continue
+            if sampling_params.n != 1:
+                raise InvalidRolloutError(
+                    "this vLLM reports no weight versions, so n must be 1; send n requests"
+                )
+            spans = self._book.spans(request_id, len(completion.token_ids), self._version())
+            completion.weight_versions = [
+                _Span(str(s.weight_version), s.start, s.stop) for s in spans
+            ]
 
     def _watch(
         self,
@@ -89,6 +118,15 @@ class TokenCapture:
                     version_spans=version_spans(completion, len(part.tokens), self._version()),
                 )
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Span:
+    """A version span in the form that newer engines report."""
+
+    version: str
+    start: int
+    end: int
 
 
 class _Parts:

@@ -1,7 +1,7 @@
 """The facade: a fleet of vLLM engines over Ray, built, driven, refitted and repaired as one thing.
 
-It owns lifecycle and dispatch, never bytes: weights move between trainers and engine workers through
-``weight_sync``.
+It owns lifecycle and dispatch, never bytes: weights move between trainers and engine workers
+through ``weight_sync``.
 """
 
 from __future__ import annotations
@@ -35,27 +35,32 @@ from generation.settings import (
     resolve_generation_worker_cls,
     validate_settings,
 )
-from generation.telemetry import TelemetrySink
+from generation.telemetry import TelemetrySink, _record_vllm_generation_metrics
 from generation.worker_pool import RayWorkerPool
 from weight_sync.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+__all__ = [
+    "VllmGeneration",
+    "_record_vllm_generation_metrics",
+    "http_server_api_key_and_worker_config",
+    "logger",
+]
+
 ASYNC_WORKER = "generation.async_actor.AsyncEngineActor"
 SYNC_WORKER = "generation.sync_actor.SyncEngineActor"
 
 
-class VllmGeneration(
-    GenerationCalls, LifecycleCalls, RefitCalls, ObservabilityCalls
-):
+class VllmGeneration(GenerationCalls, LifecycleCalls, RefitCalls, ObservabilityCalls):
     """DP shards of ``tp * pp`` workers each.
 
     Args:
         cluster: Grants placement groups.
         config: The fleet's config, or a plain mapping for one.
         name_prefix: Prefix of the actors' names.
-        workers_per_node: Workers to use on each node (one number for all, or one per node); None for
-            all bundles of the cluster.
+        workers_per_node: Workers to use on each node (one number for all, or one per node); None
+            for all bundles of the cluster.
         defer_model_load: Only create actors and reserve HTTP addresses; engines start with
             :meth:`load_and_start`.
         limits: Deadlines.
@@ -63,8 +68,8 @@ class VllmGeneration(
 
     Raises:
         GenerationConfigError: Lists every setting that cannot work; nothing was started.
-        EngineStateError: The cluster does not grant the bundles, or an engine does not start; nothing
-            stays reserved but the cluster's placement groups.
+        EngineStateError: The cluster does not grant the bundles, or an engine does not start;
+            nothing stays reserved but the cluster's placement groups.
     """
 
     def __init__(
@@ -253,8 +258,8 @@ def _check(
     ep, tp = config.vllm_cfg.expert_parallel_size, config.vllm_cfg.tensor_parallel_size
     if ep not in (1, tp):
         problems.append(
-            f"vllm_cfg.expert_parallel_size={ep} must be 1 or tensor_parallel_size={tp}: the shards "
-            "of this fleet do not step together"
+            f"vllm_cfg.expert_parallel_size={ep} must be 1 or tensor_parallel_size={tp}: "
+            "the shards of this fleet do not step together"
         )
     if problems:
         raise GenerationConfigError("VllmGeneration", problems)
@@ -263,5 +268,3 @@ def _check(
 
 def _indices(place: ShardPlace) -> list[int]:
     return [bundle.index for bundle in place.bundles]
-
-

@@ -1,4 +1,4 @@
-"""The actors of all shards: created in their bundles, called by shard, replaced one shard at a time."""
+"""The actors of all shards: created in bundles, called by shard, replaced one by one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
 from generation.answers import Answer, gather, values_or_raise
 from generation.config import VllmConfig
@@ -162,9 +163,7 @@ class RayWorkerPool:
             WeightSyncError: One failed or took too long.
         """
         chosen = list(shards)
-        devices = {
-            shard: [i for ids in self._device_ids(shard) for i in ids] for shard in chosen
-        }
+        devices = {shard: [i for ids in self._device_ids(shard) for i in ids] for shard in chosen}
         refs = {s: self.leader(s).load_model.remote(devices[s]) for s in chosen}
         values_or_raise(gather(refs, "load_model", self._limits.load_s))
         values_or_raise(self.ask(chosen, "post_init", timeout_s=self._limits.load_s))
@@ -210,8 +209,14 @@ class RayWorkerPool:
         timeout_s: float,
     ) -> dict[int, Answer[Any]]:
         """Calls a method on the leaders of ``shards`` at once; one answer each, none raises."""
-        refs = {s: getattr(self.leader(s), method).remote(*args) for s in shards}
-        return gather(refs, method, timeout_s)
+        refs: dict[int, ray.ObjectRef] = {}
+        answers: dict[int, Answer[Any]] = {}
+        for shard in shards:
+            try:
+                refs[shard] = getattr(self.leader(shard), method).remote(*args)
+            except EngineStateError as error:  # being replaced by another thread just now
+                answers[shard] = Answer(error=error, dead=True)
+        return answers | gather(refs, method, timeout_s)
 
     def look_at_node(self, shard: int, timeout_s: float) -> NodeState:
         """Reads processes and GPUs of a shard's machine, from a process outside the shard."""
@@ -226,7 +231,14 @@ class RayWorkerPool:
     ) -> Any:  # noqa: ANN401 - what the function returns
         options = self._cluster.node_options(self._places[shard].bundles[0])
         task = ray.remote(function).options(max_retries=0, **options)
-        return ray.get(task.remote(mark, timeout_s), timeout=timeout_s * 2)
+        try:
+            # Twice: the task keeps its own deadline, but has to be started first.
+            return ray.get(task.remote(mark, timeout_s), timeout=timeout_s * 2)
+        except RayError as error:
+            raise EngineStateError(
+                f"the machine of shard {shard} did not answer: {type(error).__name__}; check its "
+                "Ray node"
+            ) from error
 
     # --- end ------------------------------------------------------------------------------------
 
@@ -250,8 +262,8 @@ class RayWorkerPool:
         """Replaces a shard: ends what is left of it and creates its actors in the same bundles.
 
         Raises:
-            EngineStateError: The shard does not exist, or a process of it does not end: it would hold
-                the devices the replacement needs.
+            EngineStateError: The shard does not exist, or a process of it does not end: it would
+                hold the devices the replacement needs.
         """
         if shard not in self._places:
             raise EngineStateError(
@@ -268,7 +280,9 @@ class RayWorkerPool:
     def shutdown(self) -> bool:
         """Ends all engines, then all actors. True when nothing is left; safe twice."""
         shards = sorted({shard for shard, _ in self._workers})
-        if not shards:
+        if not shards or not ray.is_initialized():
+            # Ray ends all actors with itself.
+            self._workers.clear()
             return True
         answers = self.ask(shards, "shutdown", timeout_s=self._limits.shutdown_s)
         for shard, answer in answers.items():

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-from weight_sync.errors import CacheInvalidationError
+from weight_sync.errors import CacheInvalidationError, ConfigError, EngineStateError
+from weight_sync.messages import Failure, Status, WorkerState, decode_worker_reply, encode, to_error
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, RequestOutput
 
 
 class EngineShard(Protocol):
     """One data-parallel replica of the engine.
 
-    All methods block; the synchronizer calls them from threads of its own and never waits longer than
-    its deadline.
+    All methods block; the synchronizer calls them from threads of its own and never waits longer
+    than its deadline.
     """
 
     @property
@@ -51,7 +53,15 @@ class LocalLLM:
     """vLLM's synchronous ``LLM`` in this process.
 
     Between calls of ``generate`` nothing runs, so there is nothing to pause; caches are dropped all
-    the same.
+    the same. Generate through :meth:`generate` where the engine sleeps: ``LLM.generate`` itself
+    waits for ever while memory is asleep, and answers with whatever lies in discarded weights.
+
+    Args:
+        llm: An engine started with ``EXTENSION`` of ``weight_sync.vllm.worker_extension`` as its
+            ``worker_extension_cls``.
+
+    Raises:
+        ConfigError: If it was started without.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -61,10 +71,56 @@ class LocalLLM:
         if parallel.distributed_executor_backend == "external_launcher":
             # Every rank is a process and an LLM of its own; this one drives only itself.
             self.workers = 1
+        # From here on the workers also keep, across sleep, what refits do not bring.
+        self.states()
 
     def call(self, request: bytes) -> list[bytes]:
         """Runs a request on every worker of this LLM."""
         return list(self._llm.collective_rpc("weight_sync_call", args=(request,)))
+
+    def states(self) -> list[WorkerState]:
+        """What each worker says of itself, in rank order."""
+        try:
+            replies = self.call(encode(Status()))
+        except Exception as error:
+            if "weight_sync_call" not in str(error):
+                raise
+            raise ConfigError(
+                "this engine knows no refits; start it with worker_extension_cls="
+                "weight_sync.vllm.worker_extension.EXTENSION"
+            ) from error
+        states = []
+        for worker, raw in enumerate(replies):
+            reply = decode_worker_reply(raw)
+            if isinstance(reply, Failure):
+                raise to_error(reply, f"worker {worker}")
+            assert isinstance(reply, WorkerState)
+            states.append(reply)
+        return states
+
+    def generate(self, *args: Any, **options: Any) -> Sequence[RequestOutput]:  # noqa: ANN401
+        """``LLM.generate``, refused while it could not answer with whole weights.
+
+        Raises:
+            EngineStateError: If memory is asleep, weights are discarded, or a refit did not end.
+        """
+        states = self.states()
+        asleep = sorted({kind for state in states for kind in state.asleep})
+        if asleep:
+            raise EngineStateError(
+                f"the engine cannot generate: {' and '.join(asleep)} asleep; call wake_up() first"
+            )
+        if any(state.discarded for state in states):
+            raise EngineStateError(
+                "the engine cannot generate: sleep level 2 discarded its weights and no refit has "
+                "brought them back; call sync_weights() first"
+            )
+        if any(state.torn for state in states):
+            raise EngineStateError(
+                "the engine cannot generate: a refit failed half-way and left mixed weights; call "
+                "sync_weights() again first"
+            )
+        return self._llm.generate(*args, **options)
 
     def pause(self) -> None:
         """Nothing runs between calls."""

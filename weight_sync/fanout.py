@@ -8,7 +8,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TypeVar
 
 from weight_sync.comm.deadline import Deadline
-from weight_sync.errors import DeadlineError, RefitError, WeightSyncError
+from weight_sync.errors import AbortedError, DeadlineError, RefitError, WeightSyncError
+
+# Longest wait between two looks at whether the deadline was ended early.
+_SLICE_SECONDS = 0.1
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -21,6 +24,7 @@ def run_all(
     stage: str,
     version: int | None = None,
     epoch: int | None = None,
+    failed: Callable[[str], None] | None = None,
 ) -> tuple[dict[str, T], dict[str, WeightSyncError]]:
     """Calls every participant in a thread of its own.
 
@@ -33,9 +37,11 @@ def run_all(
         stage: For errors.
         version: For errors.
         epoch: For errors.
+        failed: Called once, with the first participant whose call raised, while others go on.
 
     Returns:
-        Results of those that succeeded and errors of the others, by participant.
+        Results of those that succeeded and errors of the others, by participant; errors in the
+        order in which they came.
     """
     futures: dict[Future[T], str] = {}
     for who, participant in participants.items():
@@ -48,11 +54,19 @@ def run_all(
             daemon=True,
         ).start()
     pending = set(futures)
+    ended: dict[Future[T], None] = {}
     while pending and not deadline.expired:
-        _, pending = wait(pending, timeout=deadline.remaining(), return_when=FIRST_COMPLETED)
+        timeout = min(deadline.remaining(), _SLICE_SECONDS)
+        done, pending = wait(pending, timeout=timeout, return_when=FIRST_COMPLETED)
+        ended |= dict.fromkeys(done)
+        wrong = next((f for f in done if f.exception() is not None), None)
+        if failed is not None and wrong is not None:
+            failed(futures[wrong])
+            failed = None
     results: dict[str, T] = {}
     errors: dict[str, WeightSyncError] = {}
-    for future, who in futures.items():
+    for future in ended | dict.fromkeys(futures):
+        who = futures[future]
         if not future.done():
             errors[who] = DeadlineError(
                 f"{who} did not finish {stage} within {deadline.seconds:g} s",
@@ -65,6 +79,8 @@ def run_all(
         error = future.exception()
         if error is None:
             results[who] = future.result()
+        elif isinstance(error, RefitError):
+            errors[who] = located(error, version, epoch, (who,))
         elif isinstance(error, WeightSyncError):
             errors[who] = error
         else:
@@ -86,14 +102,42 @@ def _run(future: Future[T], call: Callable[[K], T], participant: K) -> None:
         future.set_exception(error)
 
 
+def located(
+    error: RefitError, version: int | None, epoch: int | None, ranks: tuple[str, ...]
+) -> RefitError:
+    """The error, with what it does not say itself."""
+    known = (error.version, error.epoch, error.ranks)
+    filled = (
+        version if error.version is None else error.version,
+        epoch if error.epoch is None else error.epoch,
+        error.ranks or ranks,
+    )
+    if known == filled:
+        return error
+    full = type(error)(
+        error.reason,
+        stage=error.stage,
+        version=filled[0],
+        epoch=filled[1],
+        ranks=filled[2],
+        remedy=error.remedy,
+    )
+    full.__cause__ = error.__cause__ or error
+    return full
+
+
 def raise_first(errors: Mapping[str, WeightSyncError]) -> None:
     """Raises the most telling error, with the others as notes; nothing if there is none.
 
-    An error that says why something failed comes before one that only says nobody answered.
+    An error that says why something failed comes before one that only says that others gave up, and
+    that before one that says nobody answered.
     """
     if not errors:
         return
-    ordered = sorted(errors.items(), key=lambda item: isinstance(item[1], DeadlineError))
+    ordered = sorted(
+        errors.items(),
+        key=lambda e: 2 * isinstance(e[1], DeadlineError) + isinstance(e[1], AbortedError),
+    )
     first = ordered[0][1]
     for who, other in ordered[1:]:
         first.add_note(f"{who}: {other}")

@@ -24,3 +24,12 @@ def device_identity(index: int | None) -> str:
     import torch
 
     return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+
+
+def visible_devices() -> tuple[str, ...]:
+    """UUIDs of the CUDA devices this process sees, by index."""
+    import torch
+
+    return tuple(
+        f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(torch.cuda.device_count())
+    )

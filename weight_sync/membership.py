@@ -157,6 +157,15 @@ class MembershipTracker:
         """True if groups and plan must be rebuilt, also when nobody left but state is unknown."""
         return not self.desired(absent).same_participants(self._built)
 
+    @property
+    def epoch(self) -> int:
+        """Newest epoch number that was taken."""
+        return self._epoch
+
+    def overtake(self, epoch: int) -> None:
+        """Makes the next epoch newer than one that participants have seen of somebody else."""
+        self._epoch = max(self._epoch, epoch)
+
     def begin_build(self, absent: Iterable[int] = ()) -> Membership:
         """Takes the next epoch number; nothing counts as built until :meth:`finish_build`."""
         membership = self.desired(absent)

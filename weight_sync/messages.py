@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from weight_sync.arrays import PackedArray
+from weight_sync.comm.rendezvous import Rendezvous
 from weight_sync.errors import (
     AbortedError,
     ConfigError,
@@ -24,7 +25,13 @@ from weight_sync.errors import (
     WeightSyncError,
 )
 from weight_sync.manifest import Manifest, TensorSpec
-from weight_sync.program import ReceiverProgram, SenderProgram
+from weight_sync.program import (
+    BroadcastKeeps,
+    BroadcastSends,
+    ReceiverProgram,
+    SenderProgram,
+)
+from weight_sync.quantize.wanted import QuantSpec
 from weight_sync.recording import Recording
 from weight_sync.wire.address import Address
 
@@ -37,7 +44,25 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetManifest(Message, frozen=True):
-    """Asks what the rank holds."""
+    """Asks what the rank serves.
+
+    Attributes:
+        plain: Asks what the trainer itself holds instead, before anything is quantized.
+    """
+
+    plain: bool = False
+
+
+class Quantize(Message, frozen=True):
+    """Says what engines want quantized; the rank answers with the manifest it serves from now on.
+
+    Attributes:
+        wanted: What all engines want, on every rank alike; empty for nothing.
+        epoch: Epoch that is being built.
+    """
+
+    wanted: tuple[QuantSpec, ...]
+    epoch: int
 
 
 class SetProgram(Message, frozen=True):
@@ -93,13 +118,108 @@ class Release(Message, frozen=True):
     error: str
 
 
+# --- to trainer ranks and to the control servers of engine workers ------------------------------
+
+
+class GroupSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One communication group: some trainer ranks, then all engine workers.
+
+    Attributes:
+        rendezvous: Where its ranks meet.
+        trainers: Trainer ranks in it, ascending; they have the first ranks of the group.
+        names: All participants by rank of the group, for messages.
+    """
+
+    rendezvous: Rendezvous
+    trainers: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+class JoinGroups(Message, frozen=True):
+    """Builds the groups of an epoch; everybody in them gets this at once.
+
+    Attributes:
+        epoch: Membership epoch.
+        plan_digest: Must equal the participant's own.
+        groups: All groups, in the order in which everybody launches.
+        rounds: End of each round, in steps.
+        bucket_bytes: Bucket size of one stream.
+        seconds: How long connecting may take.
+        sends: For a trainer rank that takes part in broadcasts.
+        keeps: For an engine worker that takes part in broadcasts.
+    """
+
+    epoch: int
+    plan_digest: str
+    groups: tuple[GroupSpec, ...]
+    rounds: tuple[int, ...]
+    bucket_bytes: int
+    seconds: float
+    sends: BroadcastSends | None = None
+    keeps: BroadcastKeeps | None = None
+
+
+class Joined(Message, frozen=True):
+    """The groups are built.
+
+    Attributes:
+        cuts: Digest of the buckets per peer, to be compared with the peer's own.
+    """
+
+    cuts: dict[str, str]
+
+
+class SendRounds(Message, frozen=True):
+    """Lets a trainer rank send rounds ``first`` to ``last - 1`` of a version."""
+
+    epoch: int
+    plan_digest: str
+    version: int
+    first: int
+    last: int
+    seconds: float
+
+
+class StageVersion(Message, frozen=True):
+    """Lets a worker receive the first round of a version into spare memory."""
+
+    epoch: int
+    plan_digest: str
+    version: int
+    verify: bool
+    seconds: float
+
+
+class VersionStaged(Message, frozen=True):
+    """The first round lies in spare memory; all of it was verified if it is the only one.
+
+    Attributes:
+        seconds: Seconds per stage.
+    """
+
+    seconds: dict[str, float]
+
+
+class AbortGroups(Message, frozen=True):
+    """Ends whatever the participant is doing in the groups of an epoch."""
+
+    epoch: int
+    reason: str
+
+
 # --- from a trainer rank -----------------------------------------------------------------------
 
 
 class GotManifest(Message, frozen=True):
-    """What the rank holds."""
+    """What the rank holds.
+
+    Attributes:
+        manifest: Names, layouts and regions.
+        epoch: Epoch of the plan the rank holds, -1 if none.
+    """
 
     manifest: Manifest
+    epoch: int
 
 
 class Done(Message, frozen=True):
@@ -178,6 +298,12 @@ class Digests(Message, frozen=True):
 # --- to an engine worker -----------------------------------------------------------------------
 
 
+class GetWanted(Message, frozen=True):
+    """Asks which of the offered tensors the engine holds quantized."""
+
+    offers: tuple[TensorSpec, ...]
+
+
 class Record(Message, frozen=True):
     """Asks what the worker's loaders read of the offered tensors."""
 
@@ -239,6 +365,18 @@ class Status(Message, frozen=True):
 # --- from an engine worker ---------------------------------------------------------------------
 
 
+class Wanted(Message, frozen=True):
+    """What the worker wants quantized.
+
+    Attributes:
+        worker: Rank in the shard.
+        specs: One per checkpoint name; empty where it takes tensors as the trainer holds them.
+    """
+
+    worker: int
+    specs: tuple[QuantSpec, ...]
+
+
 class Recorded(Message, frozen=True):
     """What the worker's loaders read and write, and where the worker runs."""
 
@@ -255,10 +393,14 @@ class Attached(Message, frozen=True):
     Attributes:
         worker: Rank in the shard.
         extra_bytes: Device memory held for the transport.
+        spare_bytes: Memory that may be used for staging.
+        control: Where the worker answers while its engine runs or is busy.
     """
 
     worker: int
     extra_bytes: int
+    spare_bytes: int
+    control: Address
 
 
 class Committed(Message, frozen=True):
@@ -285,14 +427,18 @@ class WorkerState(Message, frozen=True):
     """What a worker knows of itself.
 
     Attributes:
-        version: Last committed version, -1 before the first.
+        version: Last committed version; -1 before the first and while weights are discarded.
         torn: True from the first byte of a refit until its commit.
-        epoch: Epoch of the attached plan, -1 if none.
+        epoch: Newest epoch the worker was attached in, -1 before the first.
+        asleep: Kinds of memory that are freed, e.g. ``("kv_cache", "weights")``.
+        discarded: Whether weights lost their values since the last full refit.
     """
 
     version: int
     torn: bool
     epoch: int
+    asleep: tuple[str, ...] = ()
+    discarded: bool = False
 
 
 class Failure(Message, frozen=True):
@@ -312,6 +458,7 @@ class Failure(Message, frozen=True):
 
 TrainerRequest = (
     GetManifest
+    | Quantize
     | SetProgram
     | AwaitVersion
     | GetExports
@@ -319,16 +466,24 @@ TrainerRequest = (
     | GetReplicaDigests
     | StageBucket
     | Release
+    | JoinGroups
+    | SendRounds
+    | AbortGroups
+    | Detach
 )
-TrainerReply = GotManifest | Done | Published | Exports | Staged | Digests | Failure
-WorkerRequest = Record | Attach | Commit | Detach | Status
-WorkerReply = Recorded | Attached | Committed | Done | WorkerState | Failure
+TrainerReply = GotManifest | Done | Published | Exports | Staged | Digests | Joined | Failure
+WorkerRequest = GetWanted | Record | Attach | Commit | Detach | Status
+WorkerReply = Wanted | Recorded | Attached | Committed | Done | WorkerState | Failure
+ControlRequest = JoinGroups | StageVersion | AbortGroups | Status
+ControlReply = Joined | VersionStaged | Done | WorkerState | Failure
 
 encode = msgspec.msgpack.Encoder().encode
 decode_trainer_request = msgspec.msgpack.Decoder(TrainerRequest).decode
 decode_trainer_reply = msgspec.msgpack.Decoder(TrainerReply).decode
 decode_worker_request = msgspec.msgpack.Decoder(WorkerRequest).decode
 decode_worker_reply = msgspec.msgpack.Decoder(WorkerReply).decode
+decode_control_request = msgspec.msgpack.Decoder(ControlRequest).decode
+decode_control_reply = msgspec.msgpack.Decoder(ControlReply).decode
 
 _REFIT_KINDS: dict[str, type[RefitError]] = {
     c.__name__: c for c in (RefitError, DeadlineError, VerifyError, AbortedError, PeerDeadError)

@@ -2,43 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 from weight_sync.comm.deadline import Deadline
 from weight_sync.engine import EngineShard
-from weight_sync.errors import WeightSyncError
+from weight_sync.errors import PeerDeadError, WeightSyncError
 from weight_sync.fanout import raise_first, run_all
 from weight_sync.manifest import Manifest
 from weight_sync.messages import (
     Done,
     Failure,
+    GetManifest,
+    GotManifest,
     Message,
+    Quantize,
     Release,
     TrainerEndpointInfo,
     decode_worker_reply,
     encode,
     to_error,
 )
+from weight_sync.quantize.wanted import QuantSpec
 from weight_sync.trainer.peer import TrainerPeer
 
 Reply = TypeVar("Reply", bound=Message)
+T = TypeVar("T")
 
 
 class TrainerRanks:
-    """Connections to every trainer rank."""
+    """Connections to every trainer rank.
+
+    Attributes:
+        infos: Where ranks listen, in rank order.
+        peers: One connection each.
+        epoch: Newest epoch that a rank holds a plan of, when it was last asked; -1 if none.
+    """
 
     def __init__(self, infos: Sequence[TrainerEndpointInfo]) -> None:
         self.infos = tuple(infos)
         self.peers = tuple(TrainerPeer(t.rank, t.address) for t in infos)
+        self.epoch = -1
+
+    def reconnect(self) -> None:
+        """Replaces all connections: after a failure they may be broken, or wait for late replies."""
+        for peer in self.peers:
+            peer.close()
+        self.peers = tuple(TrainerPeer(t.rank, t.address) for t in self.infos)
 
     def manifests(self, deadline: Deadline) -> list[Manifest]:
-        """What every rank holds, in rank order."""
-        results, errors = run_all(
-            {p.name: p for p in self.peers}, lambda p: p.manifest(deadline), deadline, "manifest"
-        )
-        raise_first(errors)
-        return [results[p.name] for p in self.peers]
+        """What every rank holds itself, in rank order."""
+        request = GetManifest(plain=True)
+        replies = self.ask(lambda _: request, GotManifest, deadline, "manifest")
+        self.epoch = max(reply.epoch for reply in replies.values())
+        return [replies[p.rank].manifest for p in self.peers]
+
+    def quantize(
+        self, wanted: Sequence[QuantSpec], epoch: int, deadline: Deadline
+    ) -> list[Manifest]:
+        """Tells every rank what to quantize from an epoch on; what they serve, in rank order."""
+        request = Quantize(tuple(wanted), epoch)
+        replies = self.ask(lambda _: request, GotManifest, deadline, "quantize")
+        return [replies[p.rank].manifest for p in self.peers]
 
     def ask(
         self,
@@ -76,10 +101,12 @@ class TrainerRanks:
         )
         raise_first(errors)
 
-    def release(self, version: int, error: str, deadline: Deadline) -> dict[str, WeightSyncError]:
-        """Tells every rank that the refit ended, and how; returns who could not be told."""
+    def release(
+        self, version: int, error: str, deadline: Deadline, missing: Collection[str] = ()
+    ) -> dict[str, WeightSyncError]:
+        """Tells every rank but the missing that the refit ended, and how; returns who was not told."""
         _, errors = run_all(
-            {p.name: p for p in self.peers},
+            {p.name: p for p in self.peers if p.name not in missing},
             lambda p: p.call(Release(version, error), Done, deadline, "release", version),
             deadline,
             "release",
@@ -99,10 +126,28 @@ def shard_name(shard: int) -> str:
 
 
 class Shards:
-    """All engine shards of a fleet; calls go to the ones that take part."""
+    """All engine shards of a fleet; calls go to the ones that take part.
+
+    Attributes:
+        all: Shards by number.
+        gone: Shards whose front end said that a process of theirs is gone.
+    """
 
     def __init__(self, shards: Sequence[EngineShard]) -> None:
         self.all = tuple(shards)
+        self.gone: set[int] = set()
+
+    def replace(self, shard: int, by: EngineShard) -> None:
+        """Puts another engine in the place of a shard."""
+        self.all = (*self.all[:shard], by, *self.all[shard + 1 :])
+        self.gone.discard(shard)
+
+    def _reach(self, shard: int, action: Callable[[EngineShard], T]) -> T:
+        try:
+            return action(self.all[shard])
+        except PeerDeadError:
+            self.gone.add(shard)
+            raise
 
     def one(self, shard: int, request: Message, expect: type[Reply]) -> list[Reply]:
         """One request to every worker of a shard; success is an explicit answer from each.
@@ -110,7 +155,7 @@ class Shards:
         Raises:
             WeightSyncError: If a worker failed, or answers do not fit the question.
         """
-        raw = self.all[shard].call(encode(request))
+        raw = self._reach(shard, lambda engine: engine.call(encode(request)))
         width = self.all[shard].workers
         if len(raw) != width:
             raise WeightSyncError(
@@ -167,7 +212,7 @@ class Shards:
         """An action on each shard; which succeeded, and errors of the others."""
         results, errors = run_all(
             {shard_name(s): s for s in shards},
-            lambda s: action(self.all[s]),
+            lambda s: self._reach(s, action),
             deadline,
             stage,
             version,

@@ -95,3 +95,49 @@ class SenderProgram(msgspec.Struct, frozen=True):
     hashes: tuple[HashTask, ...]
     sends: tuple[SendTask, ...]
     bucket_bytes: int
+
+
+class BroadcastSends(msgspec.Struct, frozen=True):
+    """What one trainer rank packs for broadcasts.
+
+    Attributes:
+        root: int32 ``[buckets]``, trainer rank that sends each bucket; the same for everybody.
+        nbytes: int64 ``[buckets]``.
+        region: int32 ``[n]``, number of the region in this rank's manifest.
+        offset: int64 ``[n, R]``.
+        size: int64 ``[n, R]``.
+        bucket: int32 ``[n]``, ascending.
+        start: int64 ``[n]``, byte offset in the bucket.
+    """
+
+    root: PackedArray
+    nbytes: PackedArray
+    region: PackedArray
+    offset: PackedArray
+    size: PackedArray
+    bucket: PackedArray
+    start: PackedArray
+
+
+class BroadcastKeeps(msgspec.Struct, frozen=True):
+    """What one worker keeps of broadcasts.
+
+    Attributes:
+        root: int32 ``[buckets]``, trainer rank that sends each bucket; the same for everybody.
+        nbytes: int64 ``[buckets]``.
+        row: int32 ``[n]``, piece of the worker's program.
+        bucket: int32 ``[n]``, where this part of it comes.
+        start: int64 ``[n]``, element offset in the bucket.
+        stride: int64 ``[n, R]``, element strides in the bucket.
+        offset: int64 ``[n, R]``, global offset of the part.
+        size: int64 ``[n, R]``.
+    """
+
+    root: PackedArray
+    nbytes: PackedArray
+    row: PackedArray
+    bucket: PackedArray
+    start: PackedArray
+    stride: PackedArray
+    offset: PackedArray
+    size: PackedArray

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from weight_sync.comm.deadline import Deadline
 from weight_sync.engine import EngineShard
-from weight_sync.errors import WeightSyncError
-from weight_sync.messages import Commit, Committed
+from weight_sync.errors import AbortedError, DeadlineError, StaleEpochError, WeightSyncError
+from weight_sync.messages import Commit, Committed, Status, WorkerState
 from weight_sync.participants import Shards, raise_shards
 from weight_sync.plan import Plan
 
 # Stages that happen inside a worker's commit and are reported by it.
-_WORKER_STAGES = ("transfer", "process", "verify")
+_WORKER_STAGES = ("transfer", "commit", "process", "verify")
+
+# How long resuming engines may take at least, when time is up because of others.
+_RESUME_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,12 @@ def commit_version(
     version: int,
     *,
     verify: bool,
-    seconds: float,
+    deadline: Deadline,
     generations: tuple[int, ...],
     first_byte: Callable[[], None],
     stage: Callable[[str], None],
+    feed: Callable[[Deadline], None] | None = None,
+    stale: Collection[int] = (),
 ) -> Outcome:
     """Pauses, installs, invalidates caches and resumes.
 
@@ -54,10 +61,12 @@ def commit_version(
         plan: The current plan.
         version: Version to install.
         verify: Whether workers compare digests.
-        seconds: Deadline of each stage.
+        deadline: By when all of it must be done.
         generations: Export generation of every trainer rank, in rank order.
         first_byte: Called right before live weights may change.
         stage: Told which stage begins.
+        feed: Makes trainer ranks send what was not staged; runs while workers install.
+        stale: Shards that may hold mixed weights already; they are never resumed uncommitted.
 
     Raises:
         WeightSyncError: If pausing failed (undone, nothing changed) or a committed shard could not
@@ -70,27 +79,30 @@ def commit_version(
 
     stage("pause")
     begin = time.perf_counter()
-    paused, failed = shards.apply(
-        present, _pause, Deadline(seconds), "pause", version=version, epoch=epoch
-    )
+    paused, failed = shards.apply(present, _pause, deadline, "pause", version=version, epoch=epoch)
     if failed:
-        # A partial pause is undone: no byte moved, so everybody may go on.
-        shards.apply(paused, _resume, Deadline(seconds), "resume", version=version, epoch=epoch)
+        # A partial pause is undone: no byte moved, so everybody may go on as before.
+        whole = [shard for shard in paused if shard not in stale]
+        late = Deadline(max(deadline.remaining(), _RESUME_SECONDS))
+        shards.apply(whole, _resume, late, "resume", version=version, epoch=epoch)
         raise_shards(failed)
     spent["pause"] = time.perf_counter() - begin
 
     stage("transfer")
     at = time.perf_counter()
     first_byte()
-    request = Commit(epoch, plan.digest, version, verify, seconds, generations)
+    feeding = _start(feed, deadline)
+    request = Commit(epoch, plan.digest, version, verify, deadline.inner(), generations)
     committed, errors = shards.ask(
         dict.fromkeys(present, request),
         Committed,
-        Deadline(seconds),
+        deadline,
         "transfer",
         version=version,
         epoch=epoch,
     )
+    if feeding is not None:
+        errors |= _explain(feeding, errors, deadline)
     workers = [w for replies in committed.values() for w in replies]
     for name in {name for w in workers for name in w.seconds}:
         spent[name] = max(w.seconds.get(name, 0.0) for w in workers)
@@ -99,17 +111,20 @@ def commit_version(
 
     stage("invalidate")
     at = time.perf_counter()
-    good = list(committed)
+    if deadline.expired:
+        # Whoever slept past the deadline may have been replaced: only what still holds is resumed.
+        errors |= _overtaken(shards, committed, version, epoch)
+    good = [shard for shard in committed if shard not in errors]
+    # Shards that committed go on, even if time ran out while others were waited for.
+    late = Deadline(max(deadline.remaining(), _RESUME_SECONDS))
     done, failed = shards.apply(
-        good, _refresh(version), Deadline(seconds), "invalidate", version=version, epoch=epoch
+        good, _refresh(version), late, "invalidate", version=version, epoch=epoch
     )
     spent["invalidate"] = time.perf_counter() - at
     stage("resume")
     at = time.perf_counter()
     # A shard that kept stale caches must not serve either, so only ``done`` go on.
-    _, stuck = shards.apply(
-        done, _resume, Deadline(seconds), "resume", version=version, epoch=epoch
-    )
+    _, stuck = shards.apply(done, _resume, late, "resume", version=version, epoch=epoch)
     spent["resume"] = time.perf_counter() - at
     errors = errors | failed | stuck
     return Outcome(
@@ -118,6 +133,55 @@ def commit_version(
         spent,
         time.perf_counter() - begin,
     )
+
+
+def _overtaken(
+    shards: Shards, committed: Collection[int], version: int, epoch: int
+) -> dict[int, WeightSyncError]:
+    """Shards that were attached in a later epoch, or hold another version, since they committed."""
+    states, errors = shards.ask(
+        dict.fromkeys(committed, Status()), WorkerState, Deadline(_RESUME_SECONDS), "resume"
+    )
+    for shard, workers in states.items():
+        if any((state.epoch, state.version) != (epoch, version) for state in workers):
+            errors[shard] = StaleEpochError(
+                f"shard {shard} was taken over while epoch {epoch} slept past its deadline; it was "
+                "not resumed. Whoever builds the newest epoch drives it now."
+            )
+    return errors
+
+
+def _start(feed: Callable[[Deadline], None] | None, deadline: Deadline) -> Future[None] | None:
+    """Runs ``feed`` beside the caller."""
+    if feed is None:
+        return None
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            feed(deadline)
+        except BaseException as error:  # Handed to whoever reads the future.
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="weight-sync-feed", daemon=True).start()
+    return future
+
+
+def _explain(
+    feeding: Future[None], errors: Mapping[int, WeightSyncError], deadline: Deadline
+) -> dict[int, WeightSyncError]:
+    """Errors of shards, replaced by the trainer's where that is why they failed."""
+    if not errors:
+        return {}
+    try:
+        problem = feeding.exception(timeout=deadline.remaining())
+    except TimeoutError:
+        return {}
+    if not isinstance(problem, WeightSyncError):
+        return {}
+    return {s: problem for s, e in errors.items() if isinstance(e, AbortedError | DeadlineError)}
 
 
 def _pause(shard: EngineShard) -> None:

@@ -7,9 +7,11 @@ import msgspec
 STAGES = (
     "plan",
     "publish",
+    "stage",
     "pause",
     "export",
     "transfer",
+    "commit",
     "process",
     "verify",
     "invalidate",
@@ -26,12 +28,15 @@ class RefitReport(msgspec.Struct, frozen=True):
         transport: Name of the transport.
         tensors: Checkpoint tensors that reached at least one worker.
         bytes: Bytes written into all workers.
-        seconds: Seconds per stage, the slowest worker's where workers differ.
+        seconds: Seconds per stage, the slowest worker's where workers differ. Transports that stage
+            spend transfer before the pause, and commit, the local copy, under it.
         total_seconds: From the call to its return.
         pause_seconds: How long generation stood still.
         modes: Units per install mode on the first worker.
         verified: Whether every worker compared every digest.
         workers: Workers that committed.
+        absent: Shards that did not take part, or were lost on the way.
+        retried: Why a second attempt was needed; empty if the first succeeded.
     """
 
     version: int
@@ -45,6 +50,8 @@ class RefitReport(msgspec.Struct, frozen=True):
     modes: dict[str, int]
     verified: bool
     workers: int
+    absent: tuple[int, ...] = ()
+    retried: str = ""
 
     @property
     def gbps(self) -> float:
@@ -53,8 +60,8 @@ class RefitReport(msgspec.Struct, frozen=True):
 
     @property
     def overhead_seconds(self) -> float:
-        """Everything but transfer, process and verify."""
-        work = sum(self.seconds.get(s, 0.0) for s in ("transfer", "process", "verify"))
+        """Everything but transfer, commit, process and verify."""
+        work = sum(self.seconds.get(s, 0.0) for s in ("transfer", "commit", "process", "verify"))
         return self.total_seconds - work
 
     def line(self) -> str:

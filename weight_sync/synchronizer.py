@@ -4,34 +4,41 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
-import numpy as np
-from numpy.typing import NDArray
+from msgspec import structs
 
 from weight_sync import env
+from weight_sync.awake import require_awake
+from weight_sync.build import Controls, attach, make_plan, meet, record
 from weight_sync.comm.deadline import Deadline
+from weight_sync.conductor import Conductor
 from weight_sync.engine import EngineShard
 from weight_sync.errors import ConfigError, EngineStateError
 from weight_sync.fanout import raise_first
-from weight_sync.manifest import Manifest, build_catalogue
+from weight_sync.manifest import Manifest
 from weight_sync.membership import Membership, MembershipTracker
 from weight_sync.messages import (
-    Attach,
+    AbortGroups,
     Attached,
     Detach,
     Done,
-    Record,
-    Recorded,
-    SetProgram,
     TrainerEndpointInfo,
+    encode,
 )
+from weight_sync.negotiation import negotiate
 from weight_sync.participants import Shards, TrainerRanks, raise_shards
-from weight_sync.plan import DEFAULT_BUCKET_BYTES, Plan, build_plan
+from weight_sync.plan import DEFAULT_BUCKET_BYTES, Plan
 from weight_sync.progress import Progress
+from weight_sync.quantize.wanted import QuantSpec
+from weight_sync.recovery import explain, shards_of, worth_retrying
 from weight_sync.refit import commit_version
 from weight_sync.replicas import check_replicas
 from weight_sync.report import STAGES, RefitReport
-from weight_sync.transports.registry import check_transport
+from weight_sync.rollcall import Missing, Vigil, roll_call
+from weight_sync.transports.groups import trainer_name
+from weight_sync.transports.registry import GROUPED, check_transport
+from weight_sync.wire.address import Address
 
 # How long telling everybody that a refit ended, or that all is over, may take.
 _FAREWELL_SECONDS = 10.0
@@ -46,8 +53,15 @@ class WeightSynchronizer:
         transport: ``"ipc"``, ``"broadcast"`` or ``"reshard"``.
         not_trained: Names or ``prefix*``: trainer tensors the engine may ignore, engine parameters
             that keep their values.
-        deadline_s: Longest time one stage may take.
+        deadline_s: Longest time one refit may take, with a retry if there is one.
         bucket_bytes: Bucket size of packed and staged transfers.
+        stage_bytes: Most memory that broadcast and reshard may use on each worker to receive into;
+            what is free if None. Where a worker's weights do not fit, they arrive in rounds while
+            generation is paused.
+        retry_survivors: Whether a refit that lost engine shards, or a connection, is tried once more
+            without the lost ones.
+        silence_s: A participant that does not even say that it runs for so long is frozen: it is
+            not waited for until the deadline.
 
     Raises:
         ConfigError: Listing every setting that cannot work, before anything is touched.
@@ -62,6 +76,9 @@ class WeightSynchronizer:
         not_trained: Sequence[str] = (),
         deadline_s: float | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        stage_bytes: int | None = None,
+        retry_survivors: bool = True,
+        silence_s: float = 10.0,
     ) -> None:
         problems = []
         try:
@@ -79,6 +96,10 @@ class WeightSynchronizer:
             )
         if bucket_bytes < 1:
             problems.append(f"bucket_bytes must be positive, not {bucket_bytes}")
+        if stage_bytes is not None and stage_bytes < 1:
+            problems.append(f"stage_bytes must be positive, not {stage_bytes}")
+        if silence_s <= 0:
+            problems.append(f"silence_s must be positive, not {silence_s}")
         if problems:
             raise ConfigError("; ".join(problems))
         self._trainers = TrainerRanks(trainers)
@@ -87,14 +108,25 @@ class WeightSynchronizer:
         self._not_trained = tuple(not_trained)
         self._seconds = env.deadline_seconds() if deadline_s is None else deadline_s
         self._bucket_bytes = bucket_bytes
+        self._stage_bytes = stage_bytes
+        self._conductor: Conductor | None = None
         width = shards[0].workers
         self._tracker = MembershipTracker(len(trainers), len(shards), len(shards) * width)
         self._plan: Plan | None = None
+        self._wanted: tuple[QuantSpec, ...] = ()
         self._plan_seconds = 0.0
         self._replicas_checked = False
+        self._retry_survivors = retry_survivors
+        self._silence = silence_s
+        self._stage_name = ""
         self._stale = True
         self._version = -1
         self._shard_versions = [-1] * len(shards)
+        # Shards that do not take part, and those that may hold mixed weights.
+        self._absent: frozenset[int] = frozenset()
+        self._torn: set[int] = set()
+        self._controls = Controls({})
+        self._missing = Missing()
         self._closed = False
 
     # --- state ----------------------------------------------------------------------------------
@@ -115,6 +147,11 @@ class WeightSynchronizer:
         return tuple(self._shard_versions)
 
     @property
+    def absent(self) -> tuple[int, ...]:
+        """Shards that do not take part: excluded by the caller, or lost in a refit."""
+        return tuple(sorted(self._absent))
+
+    @property
     def membership(self) -> Membership | None:
         """What groups and plan are built for; None if they must be built."""
         return self._tracker.built
@@ -123,6 +160,11 @@ class WeightSynchronizer:
     def plan(self) -> Plan | None:
         """The current plan."""
         return self._plan
+
+    @property
+    def wanted(self) -> tuple[QuantSpec, ...]:
+        """What engines of the current plan want quantized by the trainer; empty if nothing."""
+        return self._wanted
 
     # --- set-up ---------------------------------------------------------------------------------
 
@@ -134,71 +176,111 @@ class WeightSynchronizer:
 
         Raises:
             CoverageError: If names, shapes or dtypes of trainer and engine do not match.
+            QuantizationError: If trainers cannot quantize as engines want it.
             WeightSyncError: Naming who failed and what to do.
         """
         self._require_open()
-        membership = self._tracker.begin_build(absent)
-        deadline = Deadline(self._seconds)
+        self._absent = frozenset(absent)
+        return self._build(Deadline(self._seconds))
+
+    def replace_shard(self, index: int, shard: EngineShard) -> None:
+        """Puts a new engine in the place of a lost one; the next refit takes it in.
+
+        It is paused at once, so that it serves nothing before it has the current version.
+
+        Raises:
+            ConfigError: If it has another number of workers than the fleet, or does not exist.
+            WeightSyncError: If it could not be paused.
+        """
+        self._require_open()
+        fleet = self._shards.all
+        if not 0 <= index < len(fleet) or shard.workers != fleet[index].workers:
+            raise ConfigError(
+                f"shard {index} with {shard.workers} workers does not fit a fleet of {len(fleet)} "
+                f"shards with {fleet[0].workers} workers each"
+            )
+        self._shards.replace(index, shard)
+        self._tracker.invalidate()
+        self._controls.forget(index)
+        self._shard_versions[index] = -1
+        self._torn.add(index)
+        self._absent -= {index}
+        deadline = Deadline(min(self._seconds, _FAREWELL_SECONDS))
+        _, errors = self._shards.apply([index], lambda s: s.pause(), deadline, "pause")
+        raise_shards(errors)
+
+    def _build(self, deadline: Deadline) -> Membership:
+        self._stage_name = "plan"
+        self._tracker.invalidate()
         start = time.perf_counter()
-        manifests = self._trainers.manifests(deadline)
-        catalogue = build_catalogue(manifests)
-        recorded = self._record(membership, Record(catalogue.tensors, self._not_trained), deadline)
-        plan = build_plan(
+        self._meet(self._tracker.desired(self._absent).shards, deadline)
+        offered = self._trainers.manifests(deadline)
+        self._tracker.overtake(self._trainers.epoch)
+        membership = self._tracker.begin_build(self._absent)
+        manifests, self._wanted = negotiate(
+            self._trainers, offered, self._shards, membership, deadline
+        )
+        recorded = record(self._shards, membership, manifests, self._not_trained, deadline)
+        plan = make_plan(
+            self._trainers,
             membership,
             manifests,
-            [r.recording for r in recorded],
-            cost=_distance(manifests, recorded),
-            bucket_bytes=self._bucket_bytes,
-            not_trained=self._not_trained,
-        )
-        self._trainers.ask(
-            lambda peer: SetProgram(plan.sender_program(peer.rank)),
-            Done,
+            recorded,
+            self._bucket_bytes,
+            self._not_trained,
             deadline,
-            "plan",
-            epoch=membership.epoch,
         )
         self._plan_seconds = time.perf_counter() - start
-        self._attach(plan, deadline)
+        self._stage_name = "connect"
+        attached = attach(
+            self._shards, self._trainers, plan, self._transport, self._controls, deadline
+        )
+        self._connect(plan, manifests, attached, deadline)
         self._plan = plan
         self._replicas_checked = False
         self._tracker.finish_build(membership)
         return membership
 
-    def _record(
-        self, membership: Membership, request: Record, deadline: Deadline
-    ) -> list[Recorded]:
-        replies, errors = self._shards.ask(
-            dict.fromkeys(membership.shards, request),
-            Recorded,
-            deadline,
-            "record",
-            epoch=membership.epoch,
-        )
-        raise_shards(errors)
-        return [reply for shard in membership.shards for reply in replies[shard]]
+    def _meet(self, present: Sequence[int], deadline: Deadline) -> None:
+        """Learns what workers hold already, so that neither versions nor epochs go backwards."""
+        for shard, states in meet(self._shards, present, deadline).items():
+            if any(state.torn for state in states):
+                self._torn.add(shard)
+            if shard not in self._torn:
+                self._shard_versions[shard] = min(state.version for state in states)
+            self._tracker.overtake(max(state.epoch for state in states))
 
-    def _attach(self, plan: Plan, deadline: Deadline) -> None:
-        membership = plan.membership
-        width = membership.workers_per_shard
-        requests = {
-            shard: Attach(
-                tuple(plan.receiver_program(membership.prefix(shard) + i) for i in range(width)),
-                self._trainers.infos,
+    def _connect(
+        self,
+        plan: Plan,
+        manifests: Sequence[Manifest],
+        attached: Sequence[Attached],
+        deadline: Deadline,
+    ) -> None:
+        # Everybody left earlier groups when the new plan came.
+        if self._conductor is not None:
+            self._conductor.close()
+            self._conductor = None
+        if self._transport in GROUPED:
+            self._conductor = Conductor(
                 self._transport,
-                deadline.remaining(),
+                plan,
+                manifests,
+                self._trainers.infos,
+                attached,
+                self._stage_bytes,
+                deadline,
             )
-            for shard in membership.shards
-        }
-        _, errors = self._shards.ask(
-            requests, Attached, deadline, "connect", epoch=membership.epoch
-        )
-        raise_shards(errors)
 
     # --- refit ----------------------------------------------------------------------------------
 
     def sync_weights(
-        self, version: int, *, verify: bool = True, deadline_s: float | None = None
+        self,
+        version: int,
+        *,
+        verify: bool = True,
+        deadline_s: float | None = None,
+        absent: Sequence[int] | None = None,
     ) -> RefitReport:
         """Installs the trainer's weights of ``version`` in every present shard.
 
@@ -206,68 +288,160 @@ class WeightSynchronizer:
         returns, trainers may change their weights again.
 
         Args:
-            version: Grows with every call.
-            verify: Compare digests of every tensor on every worker before the version counts.
-            deadline_s: Longest time one stage may take.
+            version: Grows with every call, and past every version that engines hold.
+            verify: Compare digests of every tensor on every worker before the version counts. Shards
+                that may hold mixed weights are verified in any case.
+            deadline_s: Longest time the refit may take, with a retry if there is one.
+            absent: Shards that do not take part, from now on; None leaves that as it is. Shards that
+                a refit loses are absent until this names them no more, or they are replaced.
 
         Raises:
             RefitError: Naming stage, version, epoch and ranks. If live bytes may have changed,
                 :attr:`is_stale` stays true and affected shards stay paused.
         """
         self._require_open()
-        if version <= self._version:
-            raise EngineStateError(
-                f"version {version} is not newer than {self._version}; versions must grow"
-            )
-        if self._tracker.built is None:
-            self.init_communicator()
-        plan = self._plan
-        assert plan is not None
-        seconds = self._seconds if deadline_s is None else deadline_s
+        self._require_newer(version)
+        deadline = Deadline(self._seconds if deadline_s is None else deadline_s)
+        if absent is not None:
+            self._absent = frozenset(absent)
         error = ""
         try:
             with Progress(f"refit v{version}", STAGES) as progress:
-                return self._refit(plan, version, verify, seconds, progress)
+                return self._with_survivors(version, verify, deadline, progress)
         except BaseException as problem:
             error = str(problem) or type(problem).__name__
             raise
         finally:
             untold = self._trainers.release(
-                version, error, Deadline(min(self._seconds, _FAREWELL_SECONDS))
+                version,
+                error,
+                Deadline(min(self._seconds, _FAREWELL_SECONDS)),
+                self._missing.names,
             )
             if not error:
                 raise_first(untold)
 
-    def _refit(
-        self, plan: Plan, version: int, verify: bool, seconds: float, progress: Progress
+    def _require_newer(self, version: int) -> None:
+        newest = max(self._version, *self._shard_versions)
+        if version <= newest:
+            raise EngineStateError(
+                f"version {version} is not newer than {newest}, which engines hold; versions must "
+                "grow. A new trainer goes on with a higher number."
+            )
+
+    def _with_survivors(
+        self, version: int, verify: bool, deadline: Deadline, progress: Progress
     ) -> RefitReport:
+        """Tries, and once more without the lost if that can help."""
+        self._shards.gone.clear()
+        self._missing = Missing()
+        first: Exception | None = None
+        while True:
+            attempt = deadline.sooner(deadline.seconds)
+            try:
+                with Vigil(self._addresses, self._silence, lambda _, end=attempt.end: end()):
+                    report = self._attempt(version, verify, attempt, progress, first is None)
+            except Exception as error:
+                failed, again = self._give_up(error, version)
+            except BaseException as error:
+                self._give_up(RuntimeError(repr(error)), version)
+                raise
+            else:
+                return structs.replace(
+                    report, absent=self.absent, retried="" if first is None else str(first)
+                )
+            if first is not None:
+                first.add_note(f"the retry over the survivors failed as well: {failed}")
+                raise first
+            if not again or deadline.expired:
+                raise failed
+            first = failed
+
+    def _addresses(self) -> dict[str, Address]:
+        """Where everybody answers who is known to."""
+        trainers = {trainer_name(t.rank): t.address for t in self._trainers.infos}
+        controls = dict(self._controls.addresses)
+        return trainers | {name: address for name, (address, _) in controls.items()}
+
+    def _give_up(self, error: Exception, version: int) -> tuple[Exception, bool]:
+        """Ends what others still do for a failed attempt and finds out who is missing.
+
+        Returns:
+            What to raise, and whether the survivors may try again.
+        """
+        self._tracker.invalidate()
+        epoch = self._tracker.epoch
+        tell = encode(AbortGroups(epoch, f"the refit of version {version} failed: {error}"))
+        missing = roll_call(self._addresses(), min(self._silence, _FAREWELL_SECONDS), tell)
+        # An address of an earlier epoch may be closed because its worker has a new one.
+        known = self._controls.addresses
+        current = {n for n in missing.dead if n not in known or known[n][1] == epoch}
+        self._missing = missing = Missing(frozenset(current), missing.frozen)
+        lost = (shards_of(missing.names) | self._shards.gone) - self._absent
+        self._absent |= lost
+        self._trainers.reconnect()
+        again = self._retry_survivors and worth_retrying(error, missing, lost)
+        if len(self._absent) == len(self._shards.all):
+            # Without anybody left there is nothing to retry; the next call asks everybody again.
+            self._absent, again = frozenset(), False
+        return explain(error, missing, self._stage_name, version, epoch), again
+
+    def _attempt(
+        self, version: int, verify: bool, deadline: Deadline, progress: Progress, first: bool
+    ) -> RefitReport:
+        if self._tracker.needs_build(self._absent):
+            progress.stage("plan")
+            self._build(deadline)
+            if first:
+                self._require_newer(version)
+        plan = self._plan
+        assert plan is not None
+        return self._refit(plan, version, verify, deadline, progress)
+
+    def _refit(
+        self, plan: Plan, version: int, verify: bool, deadline: Deadline, progress: Progress
+    ) -> RefitReport:
+        def stage(name: str) -> None:
+            self._stage_name = name
+            progress.stage(name)
+
         begin = time.perf_counter()
+        present = plan.membership.shards
         epoch = plan.membership.epoch
-        progress.stage("publish")
-        deadline = Deadline(seconds)
+        verify = verify or not self._torn.isdisjoint(present)
+        stage("publish")
+        require_awake(self._shards, present, version, epoch, deadline)
         self._trainers.await_version(version, epoch, deadline)
         if verify and not self._replicas_checked:
             check_replicas(plan, self._trainers, version, deadline)
             self._replicas_checked = True
-        published = time.perf_counter() - begin
+        spent = {"publish": time.perf_counter() - begin}
+        feed = None
+        if self._conductor is not None:
+            stage("transfer")
+            spent.update(self._conductor.stage(version, verify, deadline))
+            if self._conductor.later_rounds:
+                feed = partial(self._conductor.send_later, version)
         outcome = commit_version(
             self._shards,
             plan,
             version,
             verify=verify,
-            seconds=seconds,
+            deadline=deadline,
             generations=tuple(peer.generation for peer in self._trainers.peers),
-            first_byte=self._mark_stale,
-            stage=progress.stage,
+            first_byte=partial(self._mark_stale, present),
+            stage=stage,
+            feed=feed,
+            stale=frozenset(self._torn),
         )
-        for shard in plan.membership.shards:
-            self._shard_versions[shard] = version if shard in outcome.committed else -1
-        if outcome.errors:
-            self._tracker.invalidate()
-            raise_shards(outcome.errors)
+        for shard in outcome.committed:
+            self._shard_versions[shard] = version
+            self._torn.discard(shard)
+        raise_shards(outcome.errors)
         self._version = version
         self._stale = False
-        spent = {"publish": published, **outcome.seconds}
+        for name, took in outcome.seconds.items():
+            spent[name] = spent.get(name, 0.0) + took
         if self._plan_seconds:
             spent["plan"], self._plan_seconds = self._plan_seconds, 0.0
         workers = [w for replies in outcome.committed.values() for w in replies]
@@ -285,8 +459,12 @@ class WeightSynchronizer:
             workers=len(workers),
         )
 
-    def _mark_stale(self) -> None:
+    def _mark_stale(self, shards: Sequence[int]) -> None:
+        """Right before live bytes change: until they commit, these may hold mixed weights."""
         self._stale = True
+        self._torn.update(shards)
+        for shard in shards:
+            self._shard_versions[shard] = -1
 
     def _require_open(self) -> None:
         if self._closed:
@@ -305,14 +483,7 @@ class WeightSynchronizer:
                 Deadline(min(self._seconds, _FAREWELL_SECONDS)),
                 "shutdown",
             )
+        if self._conductor is not None:
+            self._conductor.dismiss()
+            self._conductor.close()
         self._trainers.close()
-
-
-def _distance(manifests: Sequence[Manifest], recorded: Sequence[Recorded]) -> NDArray[np.int8]:
-    """int8 ``[trainers, workers]``: 0 same device, 1 same host, 2 another host."""
-    cost = np.full((len(manifests), len(recorded)), 2, np.int8)
-    for i, manifest in enumerate(manifests):
-        for j, worker in enumerate(recorded):
-            if manifest.host == worker.host:
-                cost[i, j] = 0 if manifest.device == worker.device else 1
-    return cost

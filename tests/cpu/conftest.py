@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.harness.contract import FACTORIES, NAMES, PACKING, prepare
 from tests.harness.oracle import Oracle
 
 
@@ -11,3 +12,24 @@ from tests.harness.oracle import Oracle
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     """Fresh engines, each started once per session."""
     return Oracle(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(params=NAMES)
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every transport of the contract suite."""
+    prepare(request.param, monkeypatch)
+    return request.param
+
+
+@pytest.fixture(params=list(FACTORIES))
+def hooked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every transport of the contract suite that calls the hooks of its workers per bucket."""
+    prepare(request.param, monkeypatch)
+    return request.param
+
+
+@pytest.fixture(params=PACKING)
+def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every transport that packs buckets."""
+    prepare(request.param, monkeypatch)
+    return request.param

@@ -266,6 +266,15 @@ def test_moved_storage_raises_the_generation() -> None:
     assert source.manifest(0, "host", "cpu").generation == before + 1
 
 
+def test_a_dtype_that_changed_after_the_description_is_refused() -> None:
+    parameter = torch.nn.Parameter(numbered(4))
+    source = MegatronSource(ParallelGrid(), [replicated(parameter, "norm", (4,))])
+    source.manifest(0, "host", "cpu")
+    parameter.data = parameter.data.to(torch.bfloat16)
+    with pytest.raises(LayoutError, match=r"norm is torch\.bfloat16 .* as torch\.float32"):
+        source.region(0)
+
+
 def test_a_missing_tensor_parallel_flag_is_refused_with_both_shapes() -> None:
     grid = ParallelGrid(ep=Axis(1, 0), etp=Axis(2, 0))
     local = [torch.zeros(64, 16) for _ in range(8)]

@@ -1,148 +1,210 @@
-"""Refits on a real GPU into real vLLM, compared bit by bit with engines loaded from disk."""
+"""Refits into real vLLM on a GPU, from every kind of memory a trainer may hold its weights in."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
+from math import prod
 
 import pytest
 import torch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from bench.models import config, random_weights, write_checkpoint
-from bench.refit import ENGINE_ENVIRONMENT
-from bench.trainer_process import BenchTrainer, TrainerProcesses
+from bench.models import config, shapes
+from tests.harness.gpu_engines import (
+    Bits,
+    addresses,
+    agent_of,
+    bits,
+    changed,
+    checkpoint,
+    collect,
+    greedy,
+    model_of,
+    start,
+)
+from tests.harness.gpu_trainers import GpuTrainers
+from weight_sync.cuda_ipc import OpenHandles
+from weight_sync.engine import LocalLLM
+from weight_sync.errors import EnvironmentUnsupportedError
+from weight_sync.synchronizer import WeightSynchronizer
 
-PROMPTS = [[3, 4, 5, 6, 7], [9, 8, 7], list(range(20, 60)), [1]]
-os.environ.update({k: ENGINE_ENVIRONMENT[k] for k in ("VLLM_ENABLE_V1_MULTIPROCESSING",)})
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-
-def start(folder: Path, *, eager: bool) -> object:
-    from vllm import LLM
-
-    from weight_sync.vllm.worker_extension import EXTENSION
-
-    return LLM(
-        str(folder),
-        skip_tokenizer_init=True,
-        enforce_eager=eager,
-        dtype="bfloat16",
-        max_model_len=256,
-        max_num_seqs=8,
-        gpu_memory_utilization=0.1,
-        worker_extension_cls=EXTENSION,
-    )
-
-
-def model_of(llm: object) -> torch.nn.Module:
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
-
-
-def live(llm: object) -> dict[str, torch.Tensor]:
-    return {n: t.detach().cpu().clone() for n, t in model_of(llm).state_dict().items()}
+CONFIG = config("tiny")
+# The largest tensors are larger, and every stream has several buckets.
+BUCKET = 32 << 10
+# Of memory, as one bucket: torch hands it out in blocks of this size.
+TOLERANCE = 2 << 20
 
 
-def addresses(llm: object) -> dict[str, int]:
-    return {n: p.data_ptr() for n, p in model_of(llm).named_parameters()}
+@dataclass
+class Running:
+    """An engine and what it was right after it loaded version 0 from disk."""
+
+    llm: object
+    disk: Bits
+    tokens: list[list[int]]
 
 
-def greedy(llm: object) -> list[list[int]]:
-    from vllm import SamplingParams
-
-    outputs = llm.generate(
-        [{"prompt_token_ids": p} for p in PROMPTS],
-        SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True),
-        use_tqdm=False,
-    )
-    return [list(o.outputs[0].token_ids) for o in outputs]
-
-
-@pytest.fixture(params=["tiny", "tiny-tied", "tiny-moe"])
-def trainer(request: pytest.FixtureRequest) -> Iterator[tuple[dict, TrainerProcesses]]:
-    cfg = config(request.param)
-    with TrainerProcesses(BenchTrainer(cfg, ("cuda:0",), "cuda")) as processes:
-        yield cfg, processes
-
-
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
-def test_engine_after_refits_equals_a_fresh_engine_bit_for_bit(
-    trainer: tuple[dict, TrainerProcesses], eager: bool, tmp_path: Path
-) -> None:
-    from weight_sync.engine import LocalLLM
-    from weight_sync.synchronizer import WeightSynchronizer
-
-    cfg, processes = trainer
-    llm = start(write_checkpoint(cfg, random_weights(cfg, 0), tmp_path / "v0"), eager=eager)
-    before = addresses(llm)
-    sync = WeightSynchronizer(processes.infos, [LocalLLM(llm)], deadline_s=60)
-    results = {}
-    for version in (1, 2, 3):
-        processes.ask("publish", version)
-        report = sync.sync_weights(version)
-        assert report.verified
-        assert not sync.is_stale
-        results[version] = (live(llm), greedy(llm))
-        (weights,) = processes.ask("snapshot")
-        write_checkpoint(cfg, weights, tmp_path / f"v{version}")
-    assert addresses(llm) == before
-    assert report.modes.get("loader", 0) == 0
-    sync.shutdown()
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    llm = start(checkpoint(CONFIG, 0, tmp_path_factory.mktemp("v0")))
+    engine = Running(llm, bits(model_of(llm)), greedy(llm))
     del llm
-    torch.cuda.empty_cache()
-    for version in (2, 3):
-        fresh = start(tmp_path / f"v{version}", eager=eager)
-        want = live(fresh)
-        have, tokens = results[version]
-        assert have.keys() == want.keys()
-        for name, tensor in want.items():
-            if (tensor.numel() and "weight" in name) or "bias" in name:
-                assert torch.equal(
-                    have[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)
-                ), f"{name} differs at version {version}"
-        assert greedy(fresh) == tokens
-        del fresh
-        torch.cuda.empty_cache()
+    yield engine
+    # The next engine needs the memory, and pytest still refers to the value.
+    engine.llm = None
+    collect()
 
 
-def test_weights_written_on_a_side_stream_just_before_publish_arrive(tmp_path: Path) -> None:
-    """B43: the copy waits for the producer's stream, and returns before v2 may be written."""
-    from weight_sync.engine import LocalLLM
-    from weight_sync.synchronizer import WeightSynchronizer
+def synchronizer(running: Running, infos: list, **options: object) -> WeightSynchronizer:
+    return WeightSynchronizer(infos, [LocalLLM(running.llm)], deadline_s=60, **options)
 
-    cfg = config("tiny")
-    with TrainerProcesses(BenchTrainer(cfg, ("cuda:0",), "cuda")) as processes:
-        llm = start(write_checkpoint(cfg, random_weights(cfg, 0), tmp_path / "v0"), eager=True)
-        sync = WeightSynchronizer(processes.infos, [LocalLLM(llm)], deadline_s=60)
-        name = "model.norm.weight"
-        for version in range(1, 21):
-            processes.ask("publish_late", version)
-            sync.sync_weights(version)
-            processes.ask("overwrite", -1.0)
-            got = dict(model_of(llm).named_parameters())[name]
-            assert got.detach().float().unique().tolist() == [float(version)]
+
+def test_engine_equals_a_fresh_one_after_other_versions_bit_for_bit(
+    running: Running, trainer: GpuTrainers
+) -> None:
+    before = addresses(model_of(running.llm))
+    with trainer.weights(CONFIG, "plain") as weights:
+        sync = synchronizer(running, weights.infos)
+        seen = []
+        for version, values in ((1, 1), (2, 2), (3, 0)):
+            weights.publish(version, values)
+            report = sync.sync_weights(version)
+            assert report.verified
+            assert set(report.modes) <= {"direct", "processed"}
+            assert not sync.is_stale
+            seen.append((bits(model_of(running.llm)), greedy(running.llm)))
+        sync.shutdown()
+    assert changed(running.disk, seen[2][0]) == []
+    assert seen[2][1] == running.tokens
+    trained = {n for n in running.disk if n.endswith((".weight", ".bias"))}
+    assert trained <= set(changed(seen[0][0], seen[1][0]))
+    assert seen[0][1] != seen[1][1]
+    assert changed(before, addresses(model_of(running.llm))) == []
+
+
+@pytest.mark.parametrize("kind", ["host", "mixed", "expandable", "cumem"])
+def test_weights_that_cannot_be_mapped_arrive_exactly_through_the_ring(
+    running: Running, trainer: GpuTrainers, kind: str
+) -> None:
+    """B31: offloaded weights, and memory that has no handle."""
+    with trainer.weights(CONFIG, kind) as weights:
+        sync = synchronizer(running, weights.infos, bucket_bytes=BUCKET)
+        for version, values in ((1, 1), (2, 2), (3, 0)):
+            weights.publish(version, values)
+            assert sync.sync_weights(version).verified
+        assert changed(running.disk, bits(model_of(running.llm))) == []
+        assert greedy(running.llm) == running.tokens
+        (slots,) = weights.ask("slots")
+        sync.shutdown()
+    largest = max(prod(shape) for _, shape in shapes(CONFIG)) * 2
+    assert [len(pair) for pair in slots] == [2]
+    assert sum(slots[0]) <= 2 * BUCKET + 2 * largest
+
+
+def test_fp32_masters_are_rounded_in_flight_as_torch_does(
+    running: Running, trainer: GpuTrainers
+) -> None:
+    with trainer.weights(CONFIG, "rounded") as weights:
+        sync = synchronizer(running, weights.infos)
+        weights.publish(1)
+        sync.sync_weights(1)
+        want = bits(model_of(running.llm))
+    with trainer.weights(CONFIG, "fp32") as weights:
+        sync = synchronizer(running, weights.infos)
+        for version, values in ((1, 2), (2, 1)):
+            weights.publish(version, values)
+            assert sync.sync_weights(version).verified
+        (slots,) = weights.ask("slots")
+        sync.shutdown()
+    assert changed(want, bits(model_of(running.llm))) == []
+    assert slots == []
+
+
+def test_memory_that_may_not_be_opened_is_refused_and_the_next_refit_works(
+    running: Running, trainer: GpuTrainers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B31: a container without the rights."""
+
+    def denied(self: OpenHandles, handle: bytes, offset: int) -> int:
+        raise RuntimeError("permission denied")
+
+    before = bits(model_of(running.llm))
+    with trainer.weights(CONFIG, "plain") as weights:
+        sync = synchronizer(running, weights.infos)
+        weights.publish(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(OpenHandles, "address", denied)
+            with pytest.raises(EnvironmentUnsupportedError, match="--ipc=host"):
+                sync.sync_weights(1)
+        assert bits(model_of(running.llm)) == before
+        weights.publish(2)
+        assert sync.sync_weights(2).verified
         sync.shutdown()
 
 
-def test_fifty_refits_leave_memory_and_handles_as_they_were(tmp_path: Path) -> None:
-    """B32: nothing grows on either side between refit 2 and refit 50."""
-    from weight_sync.engine import LocalLLM
-    from weight_sync.synchronizer import WeightSynchronizer
+def test_weights_that_moved_are_mapped_again_and_old_mappings_closed(
+    running: Running, trainer: GpuTrainers
+) -> None:
+    with trainer.weights(CONFIG, "plain") as weights:
+        sync = synchronizer(running, weights.infos)
+        weights.publish(1)
+        sync.sync_weights(1)
+        mapper = agent_of(running.llm)._session.transport._mapper
+        first = mapper._handles
+        weights.ask("move")
+        weights.publish(2, 0)
+        assert sync.sync_weights(2).verified
+        assert first.opened == first.closed > 0
+        assert mapper._handles is not first
+        assert changed(running.disk, bits(model_of(running.llm))) == []
+        sync.shutdown()
 
-    cfg = config("tiny")
-    with TrainerProcesses(BenchTrainer(cfg, ("cuda:0",), "cuda")) as processes:
-        llm = start(write_checkpoint(cfg, random_weights(cfg, 0), tmp_path / "v0"), eager=True)
-        sync = WeightSynchronizer(processes.infos, [LocalLLM(llm)], deadline_s=60)
-        seen = []
+
+def test_weights_written_on_a_side_stream_just_before_publish_arrive(
+    running: Running, trainer: GpuTrainers
+) -> None:
+    """B43: the copy waits for the producer's stream, and later writes never appear."""
+    norm = dict(model_of(running.llm).named_parameters())["model.norm.weight"]
+    with trainer.weights(CONFIG, "plain") as weights:
+        sync = synchronizer(running, weights.infos)
+        for version in range(1, 101):
+            weights.ask("publish_late", version)
+            sync.sync_weights(version, verify=version % 2 == 0)
+            weights.ask("overwrite", -1.0)
+            assert norm.detach().float().unique().tolist() == [float(version)]
+        sync.shutdown()
+
+
+def test_fifty_refits_leave_memory_and_handles_as_they_were(
+    running: Running, trainer: GpuTrainers
+) -> None:
+    """B32: nothing grows between refit 2 and refit 50, and every handle is closed."""
+    with (
+        trainer.weights(CONFIG, "plain") as weights,
+        trainer.weights(CONFIG, "plain", first=1) as replica,
+    ):
+        sync = synchronizer(running, [*weights.infos, *replica.infos], bucket_bytes=TOLERANCE)
+        seen = {}
         for version in range(1, 51):
-            processes.ask("publish", version)
+            weights.publish(version, version % 2)
+            replica.publish(version, version % 2)
             sync.sync_weights(version)
             torch.cuda.synchronize()
-            (theirs,) = processes.ask("memory")
-            ours = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
-            seen.append((ours, theirs, len(os.listdir("/proc/self/fd"))))
+            if version in (2, 50):
+                ours = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+                (theirs,) = trainer.ask("memory")
+                seen[version] = [*ours, *theirs]
+        handles = agent_of(running.llm)._session.transport._mapper._handles
+        opened = handles.opened
         sync.shutdown()
-    assert seen[-1] == seen[4]
+    *early, descriptors = seen[2]
+    *late, still = seen[50]
+    assert still == descriptors
+    grown = [b - a for a, b in zip(early, late, strict=True)]
+    assert max(grown) <= TOLERANCE, f"bytes grown (ours, theirs): {grown}"
+    assert handles.opened == handles.closed == opened > 0

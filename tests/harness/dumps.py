@@ -14,7 +14,7 @@ import torch
 Dump = dict[str, str]
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     state = hashlib.blake2b(digest_size=16)
     state.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
@@ -29,11 +29,11 @@ def dump(model: torch.nn.Module, config: object) -> Dump:
     result: Dump = {}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     for name, tensor in tensors:
-        result[name] = _digest(tensor)
+        result[name] = digest(tensor)
     with torch.no_grad(), set_current_vllm_config(config):
         for name, module in model.named_modules():
             if hasattr(module, "cpu_linear"):
-                result[f"forward of {name}"] = _digest(_forward(module))
+                result[f"forward of {name}"] = digest(_forward(module))
     return result
 
 

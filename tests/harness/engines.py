@@ -99,9 +99,12 @@ class Engine:
     Args:
         folder: Checkpoint the engine starts from.
         tp: Number of workers, each a process.
+        rank_class: What lives in each process.
     """
 
-    def __init__(self, folder: Path, tp: int = 1) -> None:
+    def __init__(
+        self, folder: Path, tp: int = 1, rank_class: type[EngineRank] = EngineRank
+    ) -> None:
         self.workers = tp
         port = free_port()
         env = {
@@ -110,7 +113,7 @@ class Engine:
             **dict.fromkeys(INSECURE),
         }
         self.ranks = [
-            Child(EngineRank, str(folder), rank, tp, port, env=env, start_seconds=120)
+            Child(rank_class, str(folder), rank, tp, port, env=env, start_seconds=120)
             for rank in range(tp)
         ]
 

@@ -9,7 +9,7 @@ import torch
 
 from bench.models import Config, config, random_weights, write_checkpoint
 from tests.harness.dumps import Dump, differences
-from tests.harness.engines import Engine, Generated
+from tests.harness.engines import Engine, EngineRank, Generated
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,7 @@ class Oracle:
         self._folder = folder
         self._known: dict[tuple[Path, int], Truth] = {}
 
-    def checkpoint(
-        self, key: str, cfg: Config, weights: dict[str, torch.Tensor]
-    ) -> Path:
+    def checkpoint(self, key: str, cfg: Config, weights: dict[str, torch.Tensor]) -> Path:
         """Writes a checkpoint once and returns its folder."""
         folder = self._folder / key
         if not folder.exists():
@@ -50,11 +48,11 @@ class Oracle:
         cfg = config(model)
         return self.checkpoint(f"{model}-{seed}", cfg, random_weights(cfg, 1000 + seed))
 
-    def truth(self, folder: Path, tp: int) -> Truth:
+    def truth(self, folder: Path, tp: int, rank_class: type[EngineRank] = EngineRank) -> Truth:
         """What an engine of ``tp`` workers makes of a checkpoint."""
         key = (folder, tp)
         if key not in self._known:
-            with Engine(folder, tp) as engine:
+            with Engine(folder, tp, rank_class) as engine:
                 engine.ready()
                 self._known[key] = Truth(engine.dump(), engine.generate())
         return self._known[key]

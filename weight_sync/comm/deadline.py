@@ -9,6 +9,10 @@ from datetime import timedelta
 
 from weight_sync.errors import ConfigError, DeadlineError
 
+#: How much earlier than the asking side the asked one gives up: seconds, and part at most.
+_MARGIN_SECONDS = 2.0
+_MARGIN_FRACTION = 0.2
+
 
 class Deadline:
     """A fixed end for one piece of work, shared by all the waits inside it.
@@ -41,6 +45,18 @@ class Deadline:
     def expired(self) -> bool:
         """Whether the end has passed."""
         return self._clock() >= self._end
+
+    def end(self) -> None:
+        """Ends it now, from any thread: what is waited for will not come."""
+        self._end = min(self._end, self._clock())
+
+    def inner(self) -> float:
+        """Seconds that whoever is asked gets, a little less than is left here.
+
+        Whoever was asked then gives up first, and the reason it gives arrives in time.
+        """
+        left = self.remaining()
+        return left - min(_MARGIN_SECONDS, _MARGIN_FRACTION * left)
 
     def sooner(self, seconds: float) -> Deadline:
         """A deadline on the same clock that ends here or after ``seconds``, whichever is first."""

@@ -54,7 +54,8 @@ class NcclCommunicator:
         self.device = device
         self._attendance = attendance
         self._native = native
-        self._stream = torch.cuda.Stream(device)
+        # Before packing of the next bucket, which would otherwise take all of the GPU first.
+        self._stream = torch.cuda.Stream(device, priority=-1)
         self._gate = LaunchGate()
         self._launched: deque[_Launched] = deque()
         self._collecting: list[tuple[torch.Tensor, set[int]]] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -99,3 +99,25 @@ def unite(stages: Iterable[Iterable[QuantSpec]]) -> tuple[QuantSpec, ...]:
             f"{shorten(conflicts)}. Start every worker with the same quantization config"
         )
     return tuple(known[name] for name in sorted(known))
+
+
+def unite_shards(shards: Mapping[int, Iterable[Iterable[QuantSpec]]]) -> tuple[QuantSpec, ...]:
+    """What all shards want, sorted by name; replicas of one engine must want the same.
+
+    Args:
+        shards: Shard -> what each of its workers wants.
+
+    Raises:
+        QuantizationError: If workers or shards want a tensor in different ways.
+    """
+    each = {shard: unite(workers) for shard, workers in shards.items()}
+    if not each:
+        return ()
+    first = min(each)
+    for shard, specs in each.items():
+        if odd := {spec.name for spec in set(specs) ^ set(each[first])}:
+            raise QuantizationError(
+                f"shards {first} and {shard} want {len(odd)} tensors quantized differently: "
+                f"{shorten(odd)}. Start all shards with the same quantization config"
+            )
+    return each[first]

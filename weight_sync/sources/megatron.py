@@ -130,6 +130,16 @@ class MegatronEntry:
                 )
 
 
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """One offered region, and what its local tensor was when it was described."""
+
+    entry: MegatronEntry
+    region: MegatronRegion
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class MegatronSource:
     """The weights of one trainer rank of a TP/PP/VPP/EP/ETP grid, as a ``WeightSource``.
 
@@ -179,28 +189,37 @@ class MegatronSource:
             self._generation += 1
         self._addresses = addresses
         tensors = [
-            (spec, [region.box for _, region in self._owned[name]])
+            (spec, [held.region.box for held in self._owned[name]])
             for name, spec in self._specs.items()
         ]
         return build_manifest(rank, host, device, tensors, self._generation, self._stage)
 
     def region(self, number: int) -> torch.Tensor:
-        """The local tensor of one region of the manifest: a view, never a copy."""
-        entry, region = self._regions[number]
-        return region.view(local_tensor(entry.name, entry.tensor))
+        """The local tensor of one region of the manifest: a view, never a copy.
+
+        Raises:
+            LayoutError: If the parameter changed its shape or dtype since it was described.
+        """
+        held = self._regions[number]
+        local = local_tensor(held.entry.name, held.entry.tensor)
+        if (tuple(local.shape), local.dtype) != (held.shape, held.dtype):
+            raise LayoutError(
+                f"{held.entry.name} is {local.dtype} {tuple(local.shape)} now, but was described "
+                f"as {held.dtype} {held.shape}; make a new source after changing the model"
+            )
+        return held.region.view(local)
 
     def fingerprint(self) -> tuple[int, ...]:
         """Addresses of all regions; changes when a tensor was replaced, moved or offloaded."""
         return tuple(self.region(i).data_ptr() for i in range(len(self._regions)))
 
-    def _collect(
-        self,
-    ) -> tuple[dict[str, TensorSpec], dict[str, list[tuple[MegatronEntry, MegatronRegion]]]]:
+    def _collect(self) -> tuple[dict[str, TensorSpec], dict[str, list[_Held]]]:
         specs: dict[str, TensorSpec] = {}
-        owned: dict[str, list[tuple[MegatronEntry, MegatronRegion]]] = {}
+        owned: dict[str, list[_Held]] = {}
         seen: set[tuple[str, Box]] = set()
         for entry in self._entries:
             dtype = str(entry.tensor.dtype).removeprefix("torch.")
+            shape = entry.local_box().size
             for region in entry.regions:
                 wire = wire_dtype(region.name, dtype, self._casts)
                 spec = TensorSpec(region.name, wire, region.shape, region.alias_of)
@@ -213,5 +232,5 @@ class MegatronSource:
                 held = owned.setdefault(region.name, [])
                 if region.box.elements and (region.name, region.box) not in seen:
                     seen.add((region.name, region.box))
-                    held.append((entry, region))
+                    held.append(_Held(entry, region, shape, entry.tensor.dtype))
         return specs, owned

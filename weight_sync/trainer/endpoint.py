@@ -15,11 +15,16 @@ from weight_sync.errors import (
     EngineStateError,
     PlanMismatchError,
     RefitError,
+    StaleEpochError,
 )
+from weight_sync.faults import FaultHook, no_fault
 from weight_sync.identity import device_identity, host_identity
 from weight_sync.kernels.base import CompiledDigest
+from weight_sync.manifest import Manifest
 from weight_sync.messages import (
+    AbortGroups,
     AwaitVersion,
+    Detach,
     Digests,
     Done,
     Exports,
@@ -28,9 +33,13 @@ from weight_sync.messages import (
     GetManifest,
     GetReplicaDigests,
     GotManifest,
+    Joined,
+    JoinGroups,
     Message,
     Published,
+    Quantize,
     Release,
+    SendRounds,
     SetProgram,
     StageBucket,
     Staged,
@@ -40,10 +49,14 @@ from weight_sync.messages import (
     to_failure,
 )
 from weight_sync.program import SenderProgram
+from weight_sync.quantize.wanted import QuantSpec
 from weight_sync.sources.base import WeightSource
+from weight_sync.sources.quantized import ReduceMax
 from weight_sync.trainer.export import Exporter, LocalRegions, collect
 from weight_sync.trainer.hashing import compile_hash, compile_replica_hash
 from weight_sync.trainer.ring import Ring
+from weight_sync.trainer.sender import GroupSender
+from weight_sync.trainer.served import Served
 from weight_sync.wire.server import Server
 
 
@@ -59,6 +72,10 @@ class TrainerEndpoint:
         rank: Trainer rank.
         engine_device: ``"cuda"`` if engines hold their weights on GPUs, else ``"cpu"``.
         host: Address to listen on for engines of other machines; None stays on this one.
+        reduce_max: Replaces a vector by its maximum over all trainer ranks. Only for engines that
+            want FP8 with one scale per matrix of matrices that ranks share; see
+            :class:`~weight_sync.sources.quantized.QuantizedSource`.
+        fault: For fault injection in tests.
     """
 
     def __init__(
@@ -68,22 +85,27 @@ class TrainerEndpoint:
         *,
         engine_device: str = "cpu",
         host: str | None = None,
+        reduce_max: ReduceMax | None = None,
+        fault: FaultHook = no_fault,
     ) -> None:
         self.rank = rank
-        self._source = source
+        self._fault = fault
         self._engine_device = engine_device
         self._device_index = torch.cuda.current_device() if engine_device == "cuda" else None
         device = device_identity(self._device_index)
         source.prepare()
         self._manifest = source.manifest(rank, host_identity(), device)
+        self._served = Served(source, self._manifest, reduce_max)
         self._exporter = Exporter()
         self._regions: LocalRegions | None = None
         self._fingerprint: object = None
         self._generation = 0
         self._program: SenderProgram | None = None
+        self._epoch = -1
         self._hashes: dict[object, CompiledDigest] = {}
         self._digests: dict[tuple[int, int], Digests] = {}
         self._rings: dict[int, Ring] = {}
+        self._sender: GroupSender | None = None
         # Digests asked for once are made ahead from then on, while engines are still being paused.
         self._hash_ahead = False
         self._version = -1
@@ -112,9 +134,9 @@ class TrainerEndpoint:
                 f"trainer {self.rank} already published version {self._version}; versions must "
                 f"grow, {version} does not"
             )
-        self._source.prepare()
         with self._work:
-            fingerprint = self._source.fingerprint()
+            self._served.prepare(version)
+            fingerprint = self._served.source.fingerprint()
             if self._regions is None or fingerprint != self._fingerprint:
                 self._load_regions(fingerprint)
             if self._device_index is not None:
@@ -151,6 +173,11 @@ class TrainerEndpoint:
     def forget(self) -> None:
         """Drops every reference to weight memory; call it before offloading or freeing weights."""
         with self._work:
+            self._forget_regions()
+            self._served.forget()
+
+    def _forget_regions(self) -> None:
+        with self._work:
             self._regions = None
             self._fingerprint = None
             self._hashes.clear()
@@ -158,18 +185,21 @@ class TrainerEndpoint:
             for ring in self._rings.values():
                 ring.close()
             self._rings.clear()
+            if self._sender is not None:
+                self._sender.forget()
 
     def close(self) -> None:
         """Stops serving; safe twice."""
         if not self._closed:
             self._closed = True
+            self._leave_groups("the endpoint was closed")
             self._server.close()
             self.forget()
 
     def _load_regions(self, fingerprint: object) -> None:
-        self.forget()
+        self._forget_regions()
         count = self._manifest.owner.shape[0]
-        self._regions = collect([self._source.region(i) for i in range(count)])
+        self._regions = collect([self._served.source.region(i) for i in range(count)])
         self._fingerprint = fingerprint
         self._generation += 1
 
@@ -188,14 +218,13 @@ class TrainerEndpoint:
 
     def _answer(self, request: Message) -> Message:
         match request:
-            case GetManifest():
-                return GotManifest(self._manifest)
+            case GetManifest(plain):
+                return self._got(self._served.plain_manifest if plain else self._manifest)
+            case Quantize(wanted, epoch):
+                return self._quantize(wanted, epoch)
             case SetProgram(program):
-                with self._work:
-                    self._program = program
-                    self._hashes.clear()
-                    self._digests.clear()
-                    self._rings.clear()
+                self._fault("plan")
+                self._set_program(program)
                 return Done()
             case AwaitVersion(version, epoch, seconds):
                 return self._await_version(version, epoch, Deadline(seconds))
@@ -207,13 +236,59 @@ class TrainerEndpoint:
                 return self._replica_digests(version)
             case StageBucket(epoch, digest, version, worker, bucket):
                 return self._stage(epoch, digest, version, worker, bucket)
+            case JoinGroups():
+                return self._join(request)
+            case SendRounds():
+                return self._send(request)
+            case AbortGroups(epoch, reason):
+                sender = self._sender
+                if sender is not None and sender.epoch == epoch:
+                    sender.abort(reason)
+                return Done()
+            case Detach(reason):
+                self._leave_groups(reason)
+                return Done()
             case Release(version, error):
                 with self._changed:
-                    self._released = (version, error)
-                    self._changed.notify_all()
+                    # One of a controller that was replaced may come late.
+                    if version >= self._released[0]:
+                        self._released = (version, error)
+                        self._changed.notify_all()
                 return Done()
             case _:
                 raise PlanMismatchError(f"trainer {self.rank} does not know {type(request)}")
+
+    def _require_later(self, epoch: int) -> None:
+        if epoch <= self._epoch:
+            raise StaleEpochError(
+                f"trainer {self.rank} holds a plan of epoch {self._epoch}; epoch {epoch} is "
+                "over. Whoever sent it was replaced, and must build a new epoch to go on."
+            )
+
+    def _set_program(self, program: SenderProgram) -> None:
+        self._require_later(program.epoch)
+        self._leave_groups("a new plan came")
+        with self._work:
+            self._epoch = program.epoch
+            self._program = program
+            self._hashes.clear()
+            self._digests.clear()
+            for ring in self._rings.values():
+                ring.close()
+            self._rings.clear()
+
+    def _quantize(self, wanted: tuple[QuantSpec, ...], epoch: int) -> GotManifest:
+        with self._work:
+            self._require_later(epoch)
+            if self._served.want(wanted):
+                self._manifest = self._served.manifest
+                self._program = None
+                self._digests.clear()
+                self._forget_regions()
+            return self._got(self._manifest)
+
+    def _got(self, manifest: Manifest) -> GotManifest:
+        return GotManifest(manifest, self._epoch)
 
     def _await_version(self, version: int, epoch: int, deadline: Deadline) -> Published:
         with self._changed:
@@ -238,10 +313,17 @@ class TrainerEndpoint:
                 )
         if self._event is not None:
             self._event.synchronize()
+        with self._work:
+            self._served.ensure(version, deadline.remaining())
         return Published(version, self._generation)
 
     def _checked(self, epoch: int, digest: str) -> SenderProgram:
         program = self._program
+        if epoch < self._epoch:
+            raise StaleEpochError(
+                f"trainer {self.rank} holds a plan of epoch {self._epoch}; epoch {epoch} is over. "
+                "Nothing was sent."
+            )
         if program is None or (program.epoch, program.plan_digest) != (epoch, digest):
             have = "no plan" if program is None else f"epoch {program.epoch}, {program.plan_digest}"
             raise PlanMismatchError(
@@ -257,13 +339,16 @@ class TrainerEndpoint:
                 stage="transfer",
                 version=version,
             )
+        if version is not None:
+            self._served.ensure(version, env.deadline_seconds())
         if self._regions is None:
-            self._load_regions(self._source.fingerprint())
+            self._load_regions(self._served.source.fingerprint())
         assert self._regions is not None
         return self._regions
 
     def _exports(self, epoch: int, digest: str) -> Exports:
         self._checked(epoch, digest)
+        self._fault("connect")
         with self._work:
             return self._exporter.export(
                 self._local(),
@@ -273,6 +358,7 @@ class TrainerEndpoint:
 
     def _class_digests(self, epoch: int, digest: str, version: int, class_id: int) -> Digests:
         program = self._checked(epoch, digest)
+        self._fault("verify")
         self._hash_ahead = True
         with self._work:
             return self._digest_of(program, version, class_id)
@@ -307,8 +393,47 @@ class TrainerEndpoint:
             regions = self._local(version)
             return Digests(pack(compile_replica_hash(self._manifest, regions).run()))
 
+    # --- groups ---------------------------------------------------------------------------------
+
+    def _join(self, request: JoinGroups) -> Joined:
+        program = self._checked(request.epoch, request.plan_digest)
+        self._leave_groups("groups are built again")
+        device = torch.device(self._engine_device, self._device_index or 0)
+        sender = GroupSender(self.rank, self._manifest, program, request, device, self._fault)
+        with self._work:
+            self._sender = sender
+            sender.prepare(self._local(), self._generation)
+        return Joined(sender.cuts)
+
+    def _send(self, request: SendRounds) -> Done:
+        sender = self._sender
+        if sender is None:
+            raise EngineStateError(
+                f"trainer {self.rank} is in no group; call init_communicator() again"
+            )
+        try:
+            self._checked(request.epoch, request.plan_digest)
+            with self._work:
+                sender.prepare(self._local(request.version), self._generation)
+            sender.send(
+                range(request.first, request.last), request.version, Deadline(request.seconds)
+            )
+        except BaseException as error:
+            # Whatever went wrong here, the others must not wait for bytes of this rank.
+            sender.abort(f"trainer {self.rank} failed: {error}")
+            raise
+        return Done()
+
+    def _leave_groups(self, reason: str) -> None:
+        sender = self._sender
+        self._sender = None
+        if sender is not None:
+            sender.abort(reason)
+            sender.close()
+
     def _stage(self, epoch: int, digest: str, version: int, worker: int, bucket: int) -> Staged:
         program = self._checked(epoch, digest)
+        self._fault("transfer", bucket * program.bucket_bytes)
         with self._work:
             regions = self._local(version)
             if worker not in self._rings:
@@ -325,4 +450,4 @@ class TrainerEndpoint:
                     program.bucket_bytes,
                     device,
                 )
-            return self._rings[worker].stage(version, bucket, regions)
+            return self._rings[worker].stage(version, bucket, regions, self._generation)

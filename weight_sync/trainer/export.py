@@ -1,11 +1,13 @@
 """Makes a trainer rank's storages reachable for other processes of the host, once per storage.
 
-CPU storages become shared memory in place (torch's own mechanism): every view of them keeps working and
-nothing is left in the file system. CUDA storages get an IPC handle of the allocation they lie in.
+CPU storages become shared memory in place (torch's own mechanism): every view of them keeps working
+and nothing is left in the file system. CUDA storages get an IPC handle of the allocation they lie
+in; those that can have none (expandable segments, virtual-memory pools) go through the staging ring.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 from collections.abc import Sequence
@@ -15,8 +17,11 @@ import numpy as np
 import torch
 
 from weight_sync.arrays import pack
+from weight_sync.device_memory import plain_memory
 from weight_sync.errors import EnvironmentUnsupportedError
 from weight_sync.messages import Exports, StorageHandle
+
+logger = logging.getLogger(__name__)
 
 # Descriptors kept free for everything else the process opens.
 _SPARE_DESCRIPTORS = 256
@@ -63,16 +68,8 @@ def share_storage(nbytes: int, device: torch.device) -> tuple[torch.Tensor, Stor
     On CUDA it comes from a plain allocation outside torch's pool, so it can be exported even where
     the trainer's own allocator cannot.
     """
-    if device.type == "cpu":
-        memory = torch.empty(max(nbytes, 1), dtype=torch.uint8)
-        return memory, _share_cpu(memory)
-    import cupy
-
-    with cupy.cuda.Device(device.index):
-        block = cupy.cuda.memory.Memory(max(nbytes, 1))
-        pointer = cupy.cuda.MemoryPointer(block, 0)
-        memory = torch.from_dlpack(cupy.ndarray(max(nbytes, 1), cupy.uint8, pointer))
-    return memory, _share_cuda(memory)
+    memory = plain_memory(nbytes, device)
+    return memory, _share_cpu(memory) if device.type == "cpu" else share_cuda(memory)
 
 
 def _descriptor_budget() -> int:
@@ -88,6 +85,9 @@ class Exporter:
 
     def __init__(self) -> None:
         self._handles: dict[int, StorageHandle] = {}
+        # Storages that can have no handle.
+        self._without: set[int] = set()
+        self._warned = False
 
     def export(self, regions: LocalRegions, generation: int, *, accelerator: bool) -> Exports:
         """Handles and layout of every region.
@@ -97,8 +97,8 @@ class Exporter:
             generation: Stamped on the result.
             accelerator: Whether engine workers read device memory; CPU tensors are then staged.
 
-        Raises:
-            EnvironmentUnsupportedError: If memory cannot be exported, with the setting to change.
+        Returns:
+            Exports in which regions that cannot be mapped are left out, to be staged.
         """
         handles: list[StorageHandle] = []
         place: dict[int, int] = {}
@@ -109,8 +109,8 @@ class Exporter:
                 continue
             key = storage.data_ptr()
             if storage.device.type == "cuda":
-                if key not in self._handles:
-                    self._handles[key] = _share_cuda(storage)
+                if key not in self._handles and not self._export_cuda(key, storage):
+                    continue
             elif accelerator or not room:
                 continue
             elif key not in self._handles:
@@ -133,22 +133,45 @@ class Exporter:
             dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in regions.tensors),
         )
 
+    def _export_cuda(self, key: int, storage: torch.Tensor) -> bool:
+        if key in self._without:
+            return False
+        try:
+            self._handles[key] = share_cuda(storage)
+        except EnvironmentUnsupportedError as error:
+            self._without.add(key)
+            if not self._warned:
+                self._warned = True
+                logger.warning("weights are staged through a buffer, which is slower: %s", error)
+            return False
+        return True
+
     def forget(self) -> None:
         """Drops handles after storages moved."""
         self._handles.clear()
+        self._without.clear()
 
 
-def _share_cuda(storage: torch.Tensor) -> StorageHandle:
+def share_cuda(storage: torch.Tensor) -> StorageHandle:
+    """IPC handle of a CUDA storage.
+
+    Args:
+        storage: A whole storage, 1-D uint8.
+
+    Raises:
+        EnvironmentUnsupportedError: If it can have none, with the setting to change.
+    """
     from weight_sync.cuda_ipc import export_address
 
     try:
         handle, offset = export_address(storage.data_ptr(), storage.device.index)
     except RuntimeError as error:
         raise EnvironmentUnsupportedError(
-            f"CUDA IPC cannot export {storage.numel()} bytes on {storage.device}: {error}. Memory from "
-            "expandable segments or a virtual-memory pool has no IPC handle: unset expandable_segments "
-            "in PYTORCH_CUDA_ALLOC_CONF (or PYTORCH_ALLOC_CONF) for the trainer, or use the broadcast "
-            "or reshard transport."
+            f"CUDA IPC cannot export {storage.numel()} bytes on {storage.device}: {error}. Memory "
+            "from expandable segments or a virtual-memory pool has no IPC handle: unset "
+            "expandable_segments in PYTORCH_CUDA_ALLOC_CONF (or PYTORCH_ALLOC_CONF) for the trainer, "
+            "or use the broadcast or reshard transport. `python -m weight_sync doctor` shows what "
+            "works here."
         ) from error
     from weight_sync.identity import device_identity
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -77,7 +80,7 @@ def compile_hash(manifest: Manifest, regions: LocalRegions, task: HashTask) -> C
         task.size.unpack().astype(np.int64),
         task.slot.unpack().astype(np.int32),
     )
-    return compile_digest(tables, regions.storages, "src", task.slots)
+    return _compile(tables, regions, task.slots)
 
 
 def compile_replica_hash(manifest: Manifest, regions: LocalRegions) -> CompiledDigest:
@@ -92,4 +95,36 @@ def compile_replica_hash(manifest: Manifest, regions: LocalRegions) -> CompiledD
         widen(manifest.size.unpack().astype(np.int64), width, 1),
         np.arange(n, dtype=np.int32),
     )
-    return compile_digest(tables, regions.storages, "src", n)
+    return _compile(tables, regions, n)
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """Digests of parts that lie on different kinds of device, added up."""
+
+    parts: Sequence[CompiledDigest]
+
+    def run(self) -> NDArray[np.uint64]:
+        """Runs every part; uint64 ``[slots]``."""
+        first, *others = [part.run() for part in self.parts]
+        for values in others:
+            first = first + values
+        return first
+
+
+def _compile(tables: list[PieceTable], regions: LocalRegions, slots: int) -> CompiledDigest:
+    """Hashes each part of a rank's weights where it lies: on its GPU, or offloaded."""
+    on_gpu = np.array([storage.is_cuda for storage in regions.storages], bool)
+    if on_gpu.all() or not on_gpu.any():
+        return compile_digest(tables, regions.storages, "src", slots)
+    parts = []
+    for chosen in (on_gpu, ~on_gpu):
+        number = (np.cumsum(chosen) - 1).astype(np.int32)
+        mine = [t.take(chosen[t.src_buffer]) for t in tables]
+        mine = [
+            replace(t, src_buffer=number[t.src_buffer], dst_buffer=number[t.src_buffer])
+            for t in mine
+        ]
+        storages = [s for s, c in zip(regions.storages, chosen, strict=True) if c]
+        parts.append(compile_digest(mine, storages, "src", slots))
+    return _Sum(parts)

@@ -40,6 +40,7 @@ class TrainerPeer:
         self.rank = rank
         self.name = f"trainer {rank}"
         self.generation = -1
+        self._address = address
         self._client = Client(address, self.name)
         self._manifest: Manifest | None = None
 
@@ -97,6 +98,14 @@ class TrainerPeer:
         owner = self._manifest.owner.unpack()
         region = program.region.unpack()[rows]
         return [self._manifest.tensors[int(owner[r])].dtype for r in region]
+
+    def fresh(self) -> TrainerPeer:
+        """One more connection to the same rank, for a call that must not wait for others."""
+        return TrainerPeer(self.rank, self._address)
+
+    def abort(self, reason: str) -> None:
+        """Ends calls that wait, from any thread, and every later one."""
+        self._client.abort(reason)
 
     def close(self) -> None:
         """Closes the connection."""

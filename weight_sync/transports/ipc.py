@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,9 +77,9 @@ class IpcReceiver:
         far = [t for t in trainers if t.rank in senders and t.host != here]
         if far:
             raise EnvironmentUnsupportedError(
-                f"the ipc transport needs trainer and engine on one host, but trainer ranks "
-                f"{[t.rank for t in far]} run on {sorted({t.host for t in far})} and this worker on "
-                f"{here}. Use the broadcast or reshard transport."
+                "the ipc transport needs trainer and engine on one host, but trainer ranks "
+                f"{[t.rank for t in far]} run on {sorted({t.host for t in far})} and this worker "
+                f"on {here}. Use the broadcast or reshard transport."
             )
         self._layout = self._map(deadline)
 
@@ -140,50 +141,40 @@ class IpcReceiver:
         assert self._layout is not None
         now = tuple(self._peers[rank].generation for rank in self._ranks)
         if now != self._layout.generations:
+            # What moved would otherwise stay taken; and memory allocated anew at an old address may
+            # have a handle with the same bytes.
+            self._mapper.close()
             self._layout = self._map(deadline)
         self._check()
         if len(self._layout.delivery.rows):
             yield self._layout.delivery
-        for rank, rows in self._layout.staged.items():
-            yield from self._pull_staged(rank, rows, version, deadline)
+        if self._layout.staged:
+            yield from self._pull_staged(self._layout.staged, version, deadline)
 
     def _pull_staged(
-        self, rank: int, rows: I64, version: int, deadline: Deadline
+        self, staged: dict[int, I64], version: int, deadline: Deadline
     ) -> Iterator[Delivery]:
-        program, peer = self._program, self._peers[rank]
-        size = program.size.unpack().astype(np.int64)[rows]
-        wire = peer.wire_dtypes(program, rows)
-        item = np.array([itemsize(d) for d in wire], np.int64)
-        buckets: Buckets = cut(
-            size.prod(axis=1) * item,
-            program.unit.unpack()[rows].astype(np.int32),
-            program.bucket_bytes,
+        streams = [_Stream(self._program, self._peers[rank], staged[rank]) for rank in staged]
+        # In the order of the program, which is that of the engine's modules, so that a module whose
+        # pieces come from several ranks is soon complete and few are held open.
+        jobs = sorted(
+            ((s, number) for s in streams for number in range(s.buckets.count)),
+            key=lambda job: job[0].first_row(job[1]),
         )
-        strides = np.array([contiguous_strides(tuple(s)) for s in size.tolist()], np.int64)
-        for number in range(buckets.count):
-            self._check()
-            reply = peer.call(
-                StageBucket(program.epoch, program.plan_digest, version, program.worker, number),
-                Staged,
-                deadline,
-                "transfer",
-                version,
-            )
-            if reply.buckets != buckets.count:
-                raise LayoutError(
-                    f"{peer.name} cuts its stream into {reply.buckets} buckets, this worker into "
-                    f"{buckets.count}; plans differ"
-                )
-            mine = np.flatnonzero(buckets.bucket == number)
-            yield Delivery(
-                rows=rows[mine],
-                buffers=[self._mapper.map(reply.slot, peer.name)],
-                buffer=np.zeros(len(mine), np.int32),
-                offset=buckets.offset[mine] // item[mine],
-                stride=strides[mine],
-                dtypes=tuple(wire[i] for i in mine),
-                key=("staged", rank, number, reply.slot),
-            )
+
+        def ask(job: tuple[_Stream, int]) -> Staged:
+            return job[0].ask(job[1], version, deadline)
+
+        # The next bucket is packed while this one is read; asking for it says that the one before
+        # this one was read, so its slot is free.
+        with ThreadPoolExecutor(1, thread_name_prefix="weight-sync-buckets") as pool:
+            ahead: Future[Staged] = pool.submit(ask, jobs[0])
+            for at, (stream, number) in enumerate(jobs):
+                self._check()
+                reply = ahead.result()
+                if at + 1 < len(jobs):
+                    ahead = pool.submit(ask, jobs[at + 1])
+                yield stream.delivery(number, self._mapper.map(reply.slot, stream.peer.name), reply)
 
     def _check(self) -> None:
         if self._aborted:
@@ -197,3 +188,59 @@ class IpcReceiver:
         """Drops every mapping."""
         self._layout = None
         self._mapper.close()
+
+
+class _Stream:
+    """What one trainer rank stages for this worker."""
+
+    def __init__(self, program: ReceiverProgram, peer: TrainerPeer, rows: I64) -> None:
+        self.peer = peer
+        self._program = program
+        self._rows = rows
+        size = program.size.unpack().astype(np.int64)[rows]
+        self._dtypes = peer.wire_dtypes(program, rows)
+        self._item = np.array([itemsize(d) for d in self._dtypes], np.int64)
+        self.buckets: Buckets = cut(
+            size.prod(axis=1) * self._item,
+            program.unit.unpack()[rows].astype(np.int32),
+            program.bucket_bytes,
+        )
+        self._stride = np.array([contiguous_strides(tuple(s)) for s in size.tolist()], np.int64)
+
+    def first_row(self, number: int) -> int:
+        """The first piece of a bucket, as its index in the program."""
+        return int(self._rows[np.searchsorted(self.buckets.bucket, number)])
+
+    def ask(self, number: int, version: int, deadline: Deadline) -> Staged:
+        """Lets the trainer pack a bucket.
+
+        Raises:
+            LayoutError: If the trainer cuts its stream otherwise.
+        """
+        program = self._program
+        reply = self.peer.call(
+            StageBucket(program.epoch, program.plan_digest, version, program.worker, number),
+            Staged,
+            deadline,
+            "transfer",
+            version,
+        )
+        if reply.buckets != self.buckets.count:
+            raise LayoutError(
+                f"{self.peer.name} cuts its stream into {reply.buckets} buckets, this worker into "
+                f"{self.buckets.count}; plans differ"
+            )
+        return reply
+
+    def delivery(self, number: int, memory: torch.Tensor | RawBuffer, reply: Staged) -> Delivery:
+        """The pieces of a bucket, in the slot it lies in."""
+        mine = np.flatnonzero(self.buckets.bucket == number)
+        return Delivery(
+            rows=self._rows[mine],
+            buffers=[memory],
+            buffer=np.zeros(len(mine), np.int32),
+            offset=self.buckets.offset[mine] // self._item[mine],
+            stride=self._stride[mine],
+            dtypes=tuple(self._dtypes[i] for i in mine),
+            key=("staged", self.peer.rank, number, reply.slot),
+        )

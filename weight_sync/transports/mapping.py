@@ -7,8 +7,9 @@ import os
 
 import torch
 
+from weight_sync.cuda_ipc import OpenHandles, allocation_of
 from weight_sync.errors import EnvironmentUnsupportedError
-from weight_sync.identity import device_identity
+from weight_sync.identity import device_identity, visible_devices
 from weight_sync.kernels.base import RawBuffer
 from weight_sync.messages import StorageHandle
 
@@ -23,7 +24,8 @@ class Mapper:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._maps: dict[tuple[int, int, int], torch.Tensor] = {}
-        self._handles: object | None = None
+        self._handles: OpenHandles | None = None
+        self._reachable: set[str] = set()
 
     def map(self, handle: StorageHandle, owner: str) -> torch.Tensor | RawBuffer:
         """The storage as a buffer kernels can read.
@@ -50,33 +52,34 @@ class Mapper:
                     os.close(descriptor)
             except OSError as error:
                 raise EnvironmentUnsupportedError(
-                    f"cannot map shared memory of {owner} ({path}): {error}. Trainer and engine must "
-                    "run as the same user in the same pid namespace; otherwise use the broadcast or "
-                    "reshard transport."
+                    f"cannot map shared memory of {owner} ({path}): {error}. Trainer and engine "
+                    "must run as the same user in the same pid namespace; otherwise use the "
+                    "broadcast or reshard transport."
                 ) from error
             self._maps[key] = _readonly(view)
         return self._maps[key]
 
     def _map_cuda(self, handle: StorageHandle, owner: str) -> RawBuffer:
-        from weight_sync.cuda_ipc import OpenHandles, allocation_of
-
         index = self._device.index or 0
         if handle.pid == os.getpid():
             raise EnvironmentUnsupportedError(
                 f"{owner} is this very process; CUDA IPC needs trainer and engine in two processes"
             )
+        if handle.device not in self._reachable:
+            _require_peer_access(index, handle.device, owner)
+            self._reachable.add(handle.device)
         if self._handles is None:
             self._handles = OpenHandles(index)
-        assert isinstance(self._handles, OpenHandles)
         try:
             address = self._handles.address(handle.handle, handle.offset)
             base, size = allocation_of(address)
         except RuntimeError as error:
             raise EnvironmentUnsupportedError(
                 f"cannot open CUDA memory of {owner} on {handle.device} from "
-                f"{device_identity(index)}: {error}. Both GPUs must be visible to this process "
-                "(CUDA_VISIBLE_DEVICES) and able to reach each other as peers; containers need "
-                "--ipc=host. Otherwise use the broadcast or reshard transport."
+                f"{device_identity(index)}: {error}. This process sees "
+                f"{', '.join(visible_devices())}. Let it see both GPUs (CUDA_VISIBLE_DEVICES), and "
+                "run containers with --ipc=host and one pid namespace; otherwise use the broadcast "
+                "or reshard transport."
             ) from error
         if address + handle.nbytes > base + size:
             raise EnvironmentUnsupportedError(
@@ -89,14 +92,31 @@ class Mapper:
     def opened(self) -> int:
         """Mappings made so far and still open."""
         handles = self._handles
-        return len(self._maps) + (handles.opened - handles.closed if handles is not None else 0)  # type: ignore[attr-defined]
+        return len(self._maps) + (handles.opened - handles.closed if handles is not None else 0)
 
     def close(self) -> None:
         """Drops every mapping; safe twice."""
         self._maps.clear()
         if self._handles is not None:
-            self._handles.close()  # type: ignore[attr-defined]
+            self._handles.close()
             self._handles = None
+
+
+def _require_peer_access(index: int, owner_device: str, owner: str) -> None:
+    """Refuses GPUs that cannot read each other; one that cannot be seen here is found by trying.
+
+    Raises:
+        EnvironmentUnsupportedError: Naming both GPUs.
+    """
+    seen = visible_devices()
+    if owner_device not in seen or seen.index(owner_device) == index:
+        return
+    if not torch.cuda.can_device_access_peer(index, seen.index(owner_device)):
+        raise EnvironmentUnsupportedError(
+            f"{device_identity(index)} has no peer access to {owner_device} of {owner}, so the ipc "
+            "transport cannot read it. Put trainer and engine on GPUs that `python -m weight_sync "
+            "doctor` shows as peers, or use the broadcast or reshard transport."
+        )
 
 
 def _readonly(view: mmap.mmap) -> torch.Tensor:

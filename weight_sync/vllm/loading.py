@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload.meta import (
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from weight_sync.vllm.methods import KV_SCALES, takes_kv_scales
 from weight_sync.worker.model import UnitView
 
 
@@ -116,7 +117,9 @@ class VllmLoadingView:
             UnitView(
                 name,
                 live_tensors(module).all(),
-                frozenset(live_tensors(module).buffers) | SKIP_TENSORS - {"bias"},
+                frozenset(live_tensors(module).buffers)
+                | SKIP_TENSORS - {"bias", "e_score_correction_bias"}
+                | (frozenset(KV_SCALES) if takes_kv_scales(module) else frozenset()),
             )
             for name, module in units
         )

@@ -9,14 +9,16 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from weight_sync.vllm.kv_scales import KvScaleInstall
 from weight_sync.vllm.loading import (
     VllmLoadingView,
     live_tensors,
     loading_view,
 )
+from weight_sync.vllm.methods import takes_kv_scales
 from weight_sync.vllm.probe import kind_of, layout_difference, probe_module
 from weight_sync.vllm.process import VllmUnitInstall, refresh_attention, run_post_load
-from weight_sync.worker.model import Mode
+from weight_sync.worker.model import Mode, UnitInstall
 
 
 class VllmModel:
@@ -69,6 +71,9 @@ class VllmModel:
         with set_current_vllm_config(self._config):
             for name in units:
                 module = self._modules[name]
+                if takes_kv_scales(module):
+                    modes[name] = Mode("processed", "scales are kept on device and host")
+                    continue
                 loading = self._loading_tensors(module)
                 difference = layout_difference(module, loading)
                 if difference:
@@ -89,9 +94,12 @@ class VllmModel:
         """Live tensors of one unit."""
         return live_tensors(self._modules[unit]).all()
 
-    def begin(self, unit: str) -> VllmUnitInstall:
+    def begin(self, unit: str) -> UnitInstall:
         """Starts a processed or loader install."""
-        return VllmUnitInstall(self._modules[unit], self._model, self._config)
+        module = self._modules[unit]
+        if takes_kv_scales(module):
+            return KvScaleInstall(module, self._device)
+        return VllmUnitInstall(module, self._model, self._config)
 
     def refresh_derived(self, units: Iterable[str]) -> None:
         """Re-derives what other modules made from the installed units.

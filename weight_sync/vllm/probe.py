@@ -14,7 +14,8 @@ import torch
 from vllm.config import VllmConfig
 
 from weight_sync.vllm.loading import live_tensors, materialize, place, to_loading_layout
-from weight_sync.vllm.process import quant_method, run_post_load
+from weight_sync.vllm.methods import quant_method
+from weight_sync.vllm.process import run_post_load
 from weight_sync.worker.model import Mode
 
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)

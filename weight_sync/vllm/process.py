@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from weight_sync.errors import EngineStateError
@@ -18,12 +18,7 @@ from weight_sync.vllm.loading import (
     place,
     to_loading_layout,
 )
-
-
-def quant_method(module: torch.nn.Module) -> QuantizeMethodBase | None:
-    """The object that repacks the module after loading, if it has one."""
-    method = getattr(module, "quant_method", None)
-    return method if isinstance(method, QuantizeMethodBase) else None
+from weight_sync.vllm.methods import quant_method
 
 
 def run_post_load(module: torch.nn.Module, vllm_config: VllmConfig) -> None:
@@ -42,10 +37,23 @@ def run_post_load(module: torch.nn.Module, vllm_config: VllmConfig) -> None:
         and vllm_config.device_config.device_type == "cpu"
     ):
         method.moe_kernel = None
-    with torch.no_grad(), set_current_vllm_config(vllm_config):
+    model = vllm_config.model_config
+    dtype = torch.get_default_dtype() if model is None else model.dtype
+    with torch.no_grad(), set_current_vllm_config(vllm_config), _default_dtype(dtype):
         method.process_weights_after_loading(module)
         if hasattr(module, "update_param_tp_status"):
             cast("Any", module).update_param_tp_status()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What vLLM sets while it loads; some methods make their scales in it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def plain_tensors(module: torch.nn.Module) -> dict[tuple[str, str], torch.Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from weight_sync.vllm.model import VllmModel
+from weight_sync.vllm.sleep import SleepGuard
 from weight_sync.worker.agent import WorkerAgent
 
 EXTENSION = "weight_sync.vllm.worker_extension.WeightSyncExtension"
@@ -26,7 +27,10 @@ class WeightSyncExtension:
             model = VllmModel(runner.model, self.vllm_config, device)  # type: ignore[attr-defined]
             parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
             shard_size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-            agent = WorkerAgent(model, self.rank % shard_size)  # type: ignore[attr-defined]
+            guard = self.__dict__.get("_weight_sync_sleep")
+            if guard is None:
+                guard = self.__dict__["_weight_sync_sleep"] = SleepGuard(self)
+            agent = WorkerAgent(model, self.rank % shard_size, sleep=guard)  # type: ignore[attr-defined]
             self.__dict__["_weight_sync_agent"] = agent
             self.__dict__["_weight_sync_model"] = runner.model
         return agent.handle(request)

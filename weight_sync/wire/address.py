@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 import weakref
+from pathlib import Path
 
 import msgspec
 
@@ -29,13 +32,61 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     server_key: str = ""
 
 
+def host_towards(address: Address) -> str | None:
+    """This machine's address on the way to a peer, for peers that must answer back.
+
+    Returns:
+        None if the peer listens on this machine only.
+    """
+    if not address.url.startswith("tcp://"):
+        return None
+    host, _, port = address.url.removeprefix("tcp://").rpartition(":")
+    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: connecting a datagram socket only chooses a route.
+        probe.connect((host.strip("[]"), int(port)))
+        return str(probe.getsockname()[0])
+
+
+def _prefix(pid: int) -> str:
+    """How directories of a process begin, never again used by another: ``ws-NAMESPACE-PID-START-``.
+
+    Raises:
+        OSError: If there is no such process.
+    """
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    # The name of the program, in brackets, may hold blanks; the start time is field 22.
+    start = int(stat.rpartition(")")[2].split()[19])
+    return f"ws-{namespace:x}-{pid:x}-{start:x}-"
+
+
+def sweep(root: str) -> None:
+    """Removes the directories of processes of this machine that were killed."""
+    mine = _prefix(os.getpid()).split("-")[1]
+    for path in Path(root).glob(f"ws-{mine}-*-*-*"):
+        pid = int(path.name.split("-")[2], 16)
+        try:
+            alive = path.name.startswith(_prefix(pid))
+        except OSError:
+            alive = False
+        # Another process may sweep at the same time, so the directory may be gone by now.
+        with contextlib.suppress(FileNotFoundError):
+            if not alive and path.stat().st_uid == os.getuid():
+                shutil.rmtree(path, ignore_errors=True)
+
+
 class PrivateDirectory:
-    """A directory only this user can enter, removed with the object or the process."""
+    """A directory only this user can enter, removed with the object or the process.
+
+    A process that is killed leaves its directory behind; the next one that makes its own removes it.
+    """
 
     def __init__(self) -> None:
         root = env.socket_root()
         try:
-            self.path = tempfile.mkdtemp(prefix="ws-", dir=root)
+            sweep(root or tempfile.gettempdir())
+            self.path = tempfile.mkdtemp(prefix=_prefix(os.getpid()), dir=root)
         except OSError as error:
             raise ConfigError(
                 f"cannot create a socket directory in {root or tempfile.gettempdir()}: {error}. "

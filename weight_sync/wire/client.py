@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from weight_sync.comm.deadline import Deadline
-from weight_sync.errors import DeadlineError, PeerDeadError
+from weight_sync.errors import AbortedError, DeadlineError, PeerDeadError
 from weight_sync.wire.address import Address
+
+# Longest wait between two looks at whether the call was aborted or its deadline was ended early.
+_SLICE_SECONDS = 0.1
+# How long a call that was aborted may take to notice.
+_CLOSE_SECONDS = 5.0
 
 
 class Client:
@@ -31,10 +37,13 @@ class Client:
             self._socket.curve_secretkey = secret
             self._socket.curve_serverkey = address.server_key.encode()
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        # Left to the collector, a context may be ended before its sockets, which waits for ever.
+        self._finalizer = weakref.finalize(self, _close, self._context, self._socket, self._monitor)
         self._socket.connect(address.url)
         self._number = 0
         self._lock = threading.Lock()
         self._dead = False
+        self._aborted = ""
 
     def call(
         self,
@@ -49,8 +58,12 @@ class Client:
         Raises:
             PeerDeadError: The connection broke.
             DeadlineError: No reply came in time.
+            AbortedError: :meth:`abort` was called.
         """
-        with self._lock:
+        # Another thread may be waiting for a reply of the same peer, with another deadline.
+        if not self._lock.acquire(timeout=deadline.remaining()):
+            raise self._late(deadline, stage, version, epoch)
+        try:
             self._number += 1
             tag = self._number.to_bytes(8, "little")
             poller = zmq.Poller()
@@ -60,7 +73,8 @@ class Client:
                 raise self._gone(stage, version, epoch)
             self._socket.send_multipart([tag, request])
             while True:
-                ready = dict(poller.poll(int(deadline.remaining() * 1000) + 1))
+                wait = min(deadline.remaining(), _SLICE_SECONDS)
+                ready = dict(poller.poll(int(wait * 1000) + 1))
                 if self._socket in ready:
                     number, reply = self._socket.recv_multipart()
                     if number == tag:
@@ -70,14 +84,29 @@ class Client:
                     recv_monitor_message(self._monitor)
                     self._dead = True
                     raise self._gone(stage, version, epoch)
-                if deadline.expired:
-                    raise DeadlineError(
-                        f"{self.name} did not answer within {deadline.seconds:g} s",
-                        stage=stage,
-                        version=version,
-                        epoch=epoch,
-                        ranks=[self.name],
+                if self._aborted:
+                    raise AbortedError(
+                        self._aborted, stage=stage, version=version, epoch=epoch, ranks=[self.name]
                     )
+                if deadline.expired:
+                    raise self._late(deadline, stage, version, epoch)
+        finally:
+            self._lock.release()
+
+    def abort(self, reason: str) -> None:
+        """Ends calls that wait, from any thread, and every later one."""
+        self._aborted = self._aborted or reason
+
+    def _late(
+        self, deadline: Deadline, stage: str, version: int | None, epoch: int | None
+    ) -> DeadlineError:
+        return DeadlineError(
+            f"{self.name} did not answer within {deadline.seconds:g} s",
+            stage=stage,
+            version=version,
+            epoch=epoch,
+            ranks=[self.name],
+        )
 
     def _gone(self, stage: str, version: int | None, epoch: int | None) -> PeerDeadError:
         return PeerDeadError(
@@ -89,5 +118,17 @@ class Client:
         )
 
     def close(self) -> None:
-        """Closes the connection; safe twice."""
-        self._context.destroy(linger=0)
+        """Closes the connection, once no other thread uses it; safe twice."""
+        self.abort("the connection was closed")
+        held = self._lock.acquire(timeout=_CLOSE_SECONDS)
+        try:
+            self._finalizer()
+        finally:
+            if held:
+                self._lock.release()
+
+
+def _close(context: zmq.Context[zmq.Socket[bytes]], *sockets: zmq.Socket[bytes]) -> None:
+    for socket in sockets:
+        socket.close(linger=0)
+    context.destroy(linger=0)

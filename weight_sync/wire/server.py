@@ -66,7 +66,10 @@ class Server:
                     self._socket.send_multipart(parts)
             if self._socket in ready:
                 parts = self._socket.recv_multipart()
-                if len(parts) == 3:
+                if len(parts) == 3 and not parts[2]:
+                    # Asks whether this process runs at all; busy workers must not delay that.
+                    self._socket.send_multipart(parts)
+                elif len(parts) == 3:
                     self._pool.submit(self._run, *parts)
         self._socket.close(0)
         self._wake.close(0)
@@ -91,6 +94,7 @@ class Server:
         if self._closed.is_set():
             return
         self._closed.set()
+        self._notify([b""])  # Wakes the serving thread.
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._thread.join(timeout=5)
         self._context.destroy(linger=0)

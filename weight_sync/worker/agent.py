@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from weight_sync.comm.deadline import Deadline
-from weight_sync.errors import EngineStateError, PlanMismatchError, RefitError
+from weight_sync.errors import EngineStateError, PlanMismatchError, StaleEpochError
+from weight_sync.faults import FaultHook, no_fault
 from weight_sync.identity import device_identity, host_identity
 from weight_sync.manifest import TensorSpec
 from weight_sync.messages import (
@@ -26,95 +22,25 @@ from weight_sync.messages import (
     Commit,
     Committed,
     Detach,
-    Digests,
     Done,
-    GetDigests,
+    GetWanted,
     Message,
     Record,
     Recorded,
     Status,
+    Wanted,
     WorkerState,
     decode_worker_request,
     encode,
     to_failure,
 )
-from weight_sync.program import ReceiverProgram
-from weight_sync.trainer.peer import TrainerPeer
-from weight_sync.transports.base import ReceiverTransport
-from weight_sync.transports.registry import make_receiver
-from weight_sync.worker.install import Installer, Stopwatch
+from weight_sync.transports.staging import spare_bytes
+from weight_sync.worker.install import Stopwatch
 from weight_sync.worker.model import EngineModel
 from weight_sync.worker.recorded import WorkerRecording, make_recording
-
-U64 = NDArray[np.uint64]
-FaultHook = Callable[[str], None]
-
-
-def _no_fault(stage: str) -> None:
-    return None
-
-
-class _Session:
-    """What one attached plan needs; dropped as a whole when the epoch ends."""
-
-    def __init__(
-        self,
-        model: EngineModel,
-        recorded: WorkerRecording,
-        request: Attach,
-        program: ReceiverProgram,
-    ) -> None:
-        self.program = program
-        deadline = Deadline(request.seconds)
-        senders = set(np.unique(self.program.sender.unpack()).tolist())
-        self.peers = {
-            t.rank: TrainerPeer(t.rank, t.address) for t in request.trainers if t.rank in senders
-        }
-        # Digest requests have connections of their own, so that they never wait behind buckets.
-        self._hashers = [TrainerPeer(t.rank, t.address) for t in request.trainers]
-        self.transport: ReceiverTransport = make_receiver(
-            request.transport, model.device, self.peers
-        )
-        self._pool = ThreadPoolExecutor(
-            max(len(self._hashers), 1), thread_name_prefix="weight-sync-digests"
-        )
-        self._expected: list[Future[Digests]] = []
-        try:
-            for peer in self.peers.values():
-                peer.manifest(deadline)
-            self.installer = Installer(model, recorded, self.program)
-            self.transport.connect(self.program, request.trainers, deadline)
-        except BaseException:
-            self.close()
-            raise
-
-    def ask_digests(self, version: int, deadline: Deadline) -> None:
-        """Lets all senders hash while bytes travel."""
-        program = self.program
-        request = GetDigests(program.epoch, program.plan_digest, version, program.class_id)
-        self._expected = [
-            self._pool.submit(
-                peer.call, request, Digests, deadline, "verify", version, program.epoch
-            )
-            for peer in self._hashers
-        ]
-
-    def expected(self) -> U64:
-        """Sum of what all senders hashed, per digest slot."""
-        total: U64 | None = None
-        for future in self._expected:
-            values = future.result().values.unpack().astype(np.uint64)
-            if len(values):
-                total = values if total is None else total + values
-        if total is None:
-            raise RefitError("no trainer rank sent digests", stage="verify")
-        return total
-
-    def close(self) -> None:
-        self.transport.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        for peer in [*self.peers.values(), *self._hashers]:
-            peer.close()
+from weight_sync.worker.session import U64, Session
+from weight_sync.worker.sleep import AlwaysAwake, SleepState, require_weights
+from weight_sync.worker.wanted import wanted_names
 
 
 class WorkerAgent:
@@ -124,31 +50,49 @@ class WorkerAgent:
         model: The engine's model.
         rank: The worker's rank in its shard.
         fault: Called with the name of each stage as it starts; for fault injection in tests.
+        sleep: Says whether the weights are in memory.
     """
 
-    def __init__(self, model: EngineModel, rank: int = 0, fault: FaultHook = _no_fault) -> None:
+    def __init__(
+        self,
+        model: EngineModel,
+        rank: int = 0,
+        fault: FaultHook = no_fault,
+        sleep: SleepState | None = None,
+    ) -> None:
         self._model = model
+        self._sleep: SleepState = AlwaysAwake() if sleep is None else sleep
         self._rank = rank
-        self._fault = fault
+        self._injected = fault
+        self._stage = ""
         self._recorded: WorkerRecording | None = None
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self._version = -1
+        self._epoch = -1
         self._torn = False
         self._lock = threading.Lock()
 
     def handle(self, raw: bytes) -> bytes:
         """Answers one encoded request; never raises."""
-        stage = "decode"
+        self._stage = "decode"
         try:
             request = decode_worker_request(raw)
-            stage = type(request).__name__.lower()
+            self._stage = type(request).__name__.lower()
             with self._lock:
                 return encode(self._answer(request))
         except Exception as error:  # Nothing may escape into the engine's RPC.
-            return encode(to_failure(error, stage, torn=self._torn))
+            return encode(to_failure(error, self._stage, torn=self._torn))
+
+    def _fault(self, stage: str, offset: int = 0) -> None:
+        """Notes what begins, for errors; then whatever a test injected."""
+        self._stage = stage
+        self._injected(stage, offset)
 
     def _answer(self, request: Message) -> Message:
         match request:
+            case GetWanted(offers):
+                self._fault("wanted")
+                return Wanted(self._rank, wanted_names(self._model, offers))
             case Record(offers, not_trained):
                 return self._record(offers, not_trained)
             case Attach():
@@ -159,14 +103,27 @@ class WorkerAgent:
                 self._detach()
                 return Done()
             case Status():
-                epoch = self._session.program.epoch if self._session else -1
-                return WorkerState(self._version, self._torn, epoch)
+                return self.state()
             case _:
                 raise PlanMismatchError(f"this worker does not know {type(request).__name__}")
 
+    def state(self) -> WorkerState:
+        """What the worker knows of itself; from any thread."""
+        discarded = self._sleep.discarded
+        return WorkerState(
+            -1 if discarded else self._version,
+            self._torn,
+            self._epoch,
+            tuple(sorted(self._sleep.asleep)),
+            discarded,
+        )
+
     def _record(self, offers: tuple[TensorSpec, ...], not_trained: tuple[str, ...]) -> Recorded:
         self._fault("record")
-        self._recorded = make_recording(self._model, offers, not_trained)
+        require_weights(self._sleep)
+        recorded = make_recording(self._model, offers, not_trained)
+        self._sleep.recorded(recorded.recording)
+        self._recorded = recorded
         index = self._model.device.index or 0
         device = device_identity(index if self._model.device.type == "cuda" else None)
         return Recorded(self._rank, self._recorded.recording, host_identity(), device, os.getpid())
@@ -175,69 +132,92 @@ class WorkerAgent:
         self._fault("attach")
         if self._recorded is None:
             raise EngineStateError("this worker has no recording; run init_communicator() again")
-        self._detach()
         if self._rank >= len(request.programs):
             raise PlanMismatchError(
                 f"worker {self._rank} got a plan for {len(request.programs)} workers; the shard's "
                 "tp * pp and the fleet's workers_per_shard differ"
             )
-        self._session = _Session(self._model, self._recorded, request, request.programs[self._rank])
-        return Attached(self._rank, self._session.transport.extra_bytes)
+        program = request.programs[self._rank]
+        if program.epoch <= self._epoch:
+            raise StaleEpochError(
+                f"epoch {program.epoch} was overtaken: this worker was attached in epoch "
+                f"{self._epoch}. Build again, with what workers answer to Status."
+            )
+        self._detach()
+        self._epoch = program.epoch
+        session = Session(self._model, self._recorded, request, program, self.state, self._fault)
+        self._session = session
+        return Attached(
+            self._rank,
+            session.transport.extra_bytes,
+            spare_bytes(self._model.device),
+            session.address,
+        )
 
     def _commit(self, request: Commit) -> Committed:
         session = self._session
         if session is None:
             raise EngineStateError("this worker is not attached; run init_communicator() again")
-        program = session.program
-        if (program.epoch, program.plan_digest) != (request.epoch, request.plan_digest):
-            raise PlanMismatchError(
-                f"this worker holds epoch {program.epoch}, plan {program.plan_digest}, but epoch "
-                f"{request.epoch}, plan {request.plan_digest} is to be committed; nothing was changed"
+        session.check(request.epoch, request.plan_digest)
+        if request.version < self._version:
+            raise EngineStateError(
+                f"version {request.version} is older than {self._version}, which this worker holds; "
+                "nothing was changed. A new trainer must go on with a higher number."
             )
+        require_weights(self._sleep)
         moved = session.installer.moved()
         if moved:
             raise EngineStateError(
                 f"{len(moved)} live tensors moved since the plan was made, e.g. {moved[0]}; nothing "
                 "was changed. Run init_communicator() again."
             )
-        deadline = Deadline(request.seconds)
         watch = Stopwatch()
-        self._fault("transfer")
-        if request.verify:
-            session.ask_digests(request.version, deadline)
-        for rank, peer in session.peers.items():
-            peer.generation = request.generations[rank]
-        self._torn = True
-        with torch.no_grad():
-            session.installer.install(
-                session.transport.transfer(request.version, deadline),
-                session.expected if request.verify else _unverified,
-                watch,
-                request.version,
-                request.epoch,
-            )
-        self._fault("commit")
-        modes = session.installer.modes()
-        # A direct copy cannot move anything, so only modules that were processed are looked at again.
-        gone = session.installer.moved() if set(modes) - {"direct"} else []
-        if gone:
-            raise EngineStateError(f"live tensors moved during the install: {gone[:4]}")
+        try:
+            self._install(session, request, watch)
+        except BaseException as error:
+            session.abort(f"the commit failed: {error}")
+            raise
         self._torn = False
         self._version = request.version
+        self._sleep.installed()
         return Committed(
             self._rank,
             request.version,
             dict(watch.seconds),
             session.installer.bytes_total,
             request.verify,
-            modes,
+            session.installer.modes(),
         )
+
+    def _install(self, session: Session, request: Commit, watch: Stopwatch) -> None:
+        def expected() -> U64:
+            self._fault("verify")
+            return session.expected()
+
+        self._fault("install")
+        deliveries = session.deliveries(request)
+        self._torn = True
+        with torch.no_grad():
+            session.installer.install(
+                deliveries,
+                expected if request.verify else _unverified,
+                watch,
+                request.version,
+                request.epoch,
+                session.install_stage,
+            )
+        self._fault("commit")
+        # A direct copy cannot move anything, so only modules that were processed are looked at again.
+        processed = set(session.installer.modes()) - {"direct"}
+        gone = session.installer.moved() if processed else []
+        if gone:
+            raise EngineStateError(f"live tensors moved during the install: {gone[:4]}")
 
     def abort(self, reason: str) -> None:
         """Ends a running transfer; may be called from any thread."""
         session = self._session
         if session is not None:
-            session.transport.abort(reason)
+            session.abort(reason)
 
     def _detach(self) -> None:
         if self._session is not None:

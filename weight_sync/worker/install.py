@@ -147,6 +147,11 @@ class Installer:
             for name, tensor in self._model.live(unit.name).items()
         }
 
+    def forget(self) -> None:
+        """Drops everything that refers to the memory of deliveries."""
+        self._cache.clear()
+        self._digests.clear()
+
     def moved(self) -> list[str]:
         """Live tensors whose address is not the one they had when the program came."""
         now = self._live_addresses()
@@ -159,6 +164,10 @@ class Installer:
             out[unit.mode] = out.get(unit.mode, 0) + 1
         return out
 
+    def nbytes(self, delivery: Delivery) -> int:
+        """Bytes that a delivery writes."""
+        return int(self._pieces.nbytes[delivery.rows].sum())
+
     def install(
         self,
         deliveries: Iterator[Delivery],
@@ -166,6 +175,7 @@ class Installer:
         watch: Stopwatch,
         version: int,
         epoch: int,
+        stage: str = "transfer",
     ) -> None:
         """Installs one version from its deliveries.
 
@@ -175,6 +185,7 @@ class Installer:
             watch: Gets the seconds of transfer, process and verify.
             version: For errors.
             epoch: For errors.
+            stage: What the watch calls the copies.
 
         Raises:
             VerifyError: If digests differ; live processed units that were not finished are intact.
@@ -193,15 +204,15 @@ class Installer:
                 units = self._pieces.unit[delivery.rows]
                 rows = np.flatnonzero(self._direct[units])
                 if len(rows):
-                    with watch.stage("transfer"):
+                    with watch.stage(stage):
                         direct.append(self._copy_direct(delivery, rows))
                 for unit in _in_order(units[~self._direct[units]]):
-                    with watch.stage("transfer"):
+                    with watch.stage(stage):
                         self._copy_unit(int(unit), delivery, np.flatnonzero(units == unit))
                     if self._open[int(unit)].left == 0:
                         self._finish(int(unit), expected, slots, watch, version, epoch)
                         finished.append(self._recording.units[int(unit)].name)
-                with watch.stage("transfer"):
+                with watch.stage(stage):
                     self._synchronize()
                     delivery.release()
             if seen != len(self._pieces.unit):
@@ -210,6 +221,7 @@ class Installer:
                 )
             with watch.stage("verify"):
                 self._verify_direct(direct, expected(), slots, version, epoch)
+            self._keep_only({key for key, _, _ in direct})
             with watch.stage("process"):
                 self._model.refresh_derived(
                     [*finished, *(u.name for u in self._recording.units if u.mode == "direct")]
@@ -217,6 +229,29 @@ class Installer:
         finally:
             for unit in list(self._open):
                 self._open.pop(unit).install.abort()
+
+    def check(self, delivery: Delivery, want: U64, version: int, epoch: int) -> None:
+        """Compares what a delivery holds with the trainer's digests; nothing is written.
+
+        Raises:
+            VerifyError: Naming the tensors that differ.
+        """
+        key = ("delivery", delivery.key)
+        if key not in self._digests:
+            # Only the source side of these tables is looked at.
+            nowhere: dict[int, int] = defaultdict(int)
+            tables = self._table(delivery, np.arange(len(delivery.rows)), nowhere, nowhere)
+            buffers = [b for b in delivery.buffers if isinstance(b, torch.Tensor)]
+            self._digests[key] = compile_digest(tables, buffers, "src", len(want))
+        have = self._digests[key].run()
+        mine = np.unique(self._pieces.slot[delivery.rows])
+        self._compare(have[mine], want[mine], mine, version, epoch)
+
+    def _keep_only(self, used: set[object]) -> None:
+        """Forgets copies from places that weights have left."""
+        for key in set(self._cache) - used:
+            del self._cache[key]
+            self._digests.pop(key, None)
 
     def _synchronize(self) -> None:
         if self._model.device.type == "cuda":

@@ -25,6 +25,8 @@ from weight_sync.worker.record import (
     record,
 )
 
+# Unit name and attribute.
+_Named = tuple[str, str]
 # Loader units receive whole checkpoint tensors under this attribute prefix.
 WHOLE = "@"
 
@@ -61,12 +63,12 @@ def make_recording(
             separate tensors for what the engine keeps as one.
     """
     # Asked for before the swap: in loading layout no tensor has an address.
-    shared = model.shared_with()
+    tied = _tied(model)
     with model.loading_view() as view:
-        raw = _record_all(view, offers)
+        raw = record_offers(view, offers)
         units = view.units
-        contradicting = _follow_owners(units, raw, shared, offers, not_trained)
-        missing = _unwritten(units, raw, shared, not_trained)
+        contradicting = _follow_owners(units, raw, tied, offers, not_trained)
+        missing = _unwritten(units, raw, tied, not_trained)
     if missing or contradicting:
         raise CoverageError(unwritten=missing, disagreeing=contradicting)
     used = sorted({s.parameter.unit for s in raw.slices} | set(raw.touched))
@@ -75,8 +77,12 @@ def make_recording(
     return _assemble(units, used, modes, raw, offers)
 
 
-def _record_all(view: LoadingView, offers: Sequence[TensorSpec]) -> RawRecording:
-    """Records; tensors that loaders refuse are set aside so that all of them can be listed."""
+def record_offers(view: LoadingView, offers: Sequence[TensorSpec]) -> RawRecording:
+    """Records what loaders read of the offers, without deciding modes.
+
+    Raises:
+        CoverageError: Listing every tensor that a loader refused.
+    """
     refused: dict[int, str] = {}
     while True:
         handed_out: list[int] = []
@@ -98,10 +104,21 @@ def _record_all(view: LoadingView, offers: Sequence[TensorSpec]) -> RawRecording
         return raw
 
 
+def _tied(model: EngineModel) -> dict[_Named, _Named]:
+    """Live tensors that are an earlier unit's: (unit, attribute) -> its owner's."""
+    tied: dict[_Named, _Named] = {}
+    for unit, owner in model.shared_with().items():
+        owned = {t.data_ptr(): name for name, t in model.live(owner).items() if t.numel()}
+        for name, tensor in model.live(unit).items():
+            if tensor.numel() and tensor.data_ptr() in owned:
+                tied[unit, name] = owner, owned[tensor.data_ptr()]
+    return tied
+
+
 def _follow_owners(
     units: Sequence[UnitView],
     raw: RawRecording,
-    shared: Mapping[str, str],
+    tied: Mapping[_Named, _Named],
     offers: Sequence[TensorSpec],
     not_trained: Sequence[str],
 ) -> list[str]:
@@ -120,8 +137,8 @@ def _follow_owners(
     dropped: set[ParameterKey] = set()
     contradicting = []
     for key, sources in written.items():
-        owner = shared.get(units[key.unit].name)
-        owned = written.get(ParameterKey(number[owner], key.attribute)) if owner else None
+        owner, attribute = tied.get((units[key.unit].name, key.attribute), ("", ""))
+        owned = written.get(ParameterKey(number[owner], attribute)) if owner else None
         if owned is None:
             continue
         dropped.add(key)
@@ -131,7 +148,7 @@ def _follow_owners(
             if group[source] not in groups and not matches(name, not_trained):
                 contradicting.append(
                     f"{name} is a tensor of its own, but the engine ties "
-                    f"{units[key.unit].name}.{key.attribute} to {owner}.{key.attribute} (tie them "
+                    f"{units[key.unit].name}.{key.attribute} to {owner}.{attribute} (tie them "
                     "in the trainer, or declare it as not_trained)"
                 )
     raw.slices[:] = [s for s in raw.slices if s.parameter not in dropped]
@@ -145,7 +162,7 @@ def _follow_owners(
 def _unwritten(
     units: Sequence[UnitView],
     raw: RawRecording,
-    shared: Mapping[str, str],
+    tied: Mapping[_Named, _Named],
     not_trained: Sequence[str],
 ) -> list[str]:
     """Parameters of which at least one element is written by nobody, with how many."""
@@ -155,6 +172,8 @@ def _unwritten(
         views.setdefault(s.parameter, []).append((m.dst_offset, m.box.size, m.dst_stride))
     for f in raw.fills:
         views.setdefault(f.parameter, []).append((f.view.offset, f.view.size, f.view.stride))
+    # An owner is written through any of the parameters that are tied to it.
+    reached = {tied.get((units[key.unit].name, key.attribute)) for key in views}
     missing = []
     for number, unit in enumerate(units):
         if number in raw.unreadable:
@@ -165,7 +184,8 @@ def _unwritten(
             total = sum(prod(size) for _, size, _ in writes)
             if attribute in unit.optional and not writes:
                 continue
-            if unit.name in shared and not writes:
+            me = (unit.name, attribute)
+            if not writes and (me in tied or me in reached):
                 continue
             if total > tensor.numel():
                 total = _exact(tensor, writes)
@@ -199,7 +219,9 @@ def _assemble(
             whole = MappedBox(full_box(shape), 0, contiguous_strides(shape))
             slices.append(RecordedSlice(source, ParameterKey(unit, f"{WHOLE}{source}"), whole))
     slices.sort(key=lambda s: unit_number[s.parameter.unit])
-    source_number = {s: i for i, s in enumerate(sorted({s.source for s in slices}))}
+    # Tensors without elements have no slice, but a loader took them all the same.
+    taken = {s.source for s in slices} | {i for i in raw.read if 0 in offers[i].shape}
+    source_number = {s: i for i, s in enumerate(sorted(taken))}
     parameters: dict[ParameterKey, int] = {}
     specs: list[ParameterSpec] = []
     slots: dict[tuple[int, int], int] = {}

@@ -1,0 +1,115 @@
+"""``python -m bench refit --quantize``: quantized engines beside a bf16 one, in the same run.
+
+Three engines, one after the other, take the same versions from trainers that hold bf16:
+
+- ``bf16``: as without the option.
+- ``checkpoint``: serves a quantized checkpoint, so the trainer quantizes before the wire.
+- ``online``: takes bf16 and quantizes by itself, which is all that vLLM's own engines can refit.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.models import Config, config, shapes
+from bench.quantized_models import FORMATS, is_quantized, quantized_config
+from bench.refit import Options, measure_engine, start_engine
+
+_PROMPTS = [[(7 * i + 13 * j) % 97 + 3 for j in range(64)] for i in range(8)]
+
+
+def run_quantized(options: Options) -> dict[str, object]:
+    """Runs all three and returns one JSON object.
+
+    Raises:
+        SystemExit: Naming what is wrong with the options.
+    """
+    if options.quantize not in FORMATS:
+        sys.exit(f"--quantize must be one of {', '.join(FORMATS)}, not {options.quantize!r}")
+    if options.device != "cuda":
+        sys.exit("--quantize needs --device cuda: vLLM has no quantized kernels for CPUs")
+    cfg = config(options.model, options.layers)
+    engines: dict[str, dict[str, Any]] = {}
+    scores: dict[str, list[float]] = {}
+    for kind in ("bf16", "checkpoint", "online"):
+        print(f"--- {kind}", file=sys.stderr, flush=True)
+        engines[kind], scores[kind] = _one(options, cfg, kind)
+    first = {kind: engine["runs"][0] for kind, engine in engines.items()}
+    ours = first["checkpoint"]["median_ms"]
+    ratios = {
+        "bf16 over checkpoint": first["bf16"]["median_ms"] / ours,
+        "online over checkpoint": first["online"]["median_ms"] / ours,
+    }
+    ratios |= {
+        f"{name}, online, over checkpoint": ratio * first["online"]["median_ms"] / ours
+        for name, ratio in engines["online"]["ratios"].items()
+    }
+    return {
+        "model": options.model,
+        "quantize": options.quantize,
+        "wire_fraction": engines["checkpoint"]["bytes"] / engines["bf16"]["bytes"],
+        "wire_fraction_of_matrices": _matrices(cfg, engines),
+        "logprob_gap": {kind: _gap(scores["bf16"], scores[kind]) for kind in scores},
+        "ratios": ratios,
+        "engines": engines,
+    }
+
+
+def _one(options: Options, cfg: Config, kind: str) -> tuple[dict[str, Any], list[float]]:
+    """One engine: its measurements, and log-probabilities after the last version."""
+    import torch
+
+    served = quantized_config(cfg, FORMATS[options.quantize]) if kind == "checkpoint" else cfg
+    # A checkpoint's engine cannot take bf16 from vLLM's own senders: there is nothing to compare.
+    mine = replace(options, against=() if kind == "checkpoint" else options.against)
+    extra = {"quantization": _online(options.quantize)} if kind == "online" else {}
+    with tempfile.TemporaryDirectory() as folder:
+        llm = start_engine(mine, served, Path(folder), **extra)
+        result = measure_engine(mine, cfg, llm)
+        scores = _scores(llm)
+    del llm
+    gc.collect()
+    torch.cuda.empty_cache()
+    return result, scores
+
+
+def _online(form: str) -> str:
+    return {"mxfp8": "mxfp8", "fp8": "fp8_per_block", "fp8-tensor": "fp8"}[form]
+
+
+def _scores(llm: Any) -> list[float]:  # noqa: ANN401
+    """Log-probability of every prompt token but the first ones."""
+    from vllm import SamplingParams
+
+    llm.reset_prefix_cache()
+    outputs = llm.generate(
+        [{"prompt_token_ids": p} for p in _PROMPTS],
+        SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False),
+        use_tqdm=False,
+    )
+    return [
+        step[token].logprob
+        for prompt, output in zip(_PROMPTS, outputs, strict=True)
+        for token, step in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+    ]
+
+
+def _gap(base: list[float], other: list[float]) -> float:
+    """Mean absolute difference."""
+    return math.fsum(abs(a - b) for a, b in zip(base, other, strict=True)) / len(base)
+
+
+def _matrices(cfg: Config, engines: dict[str, dict[str, Any]]) -> float:
+    """Bytes of quantized matrices, scales included, over their bytes in bf16."""
+    total, quantized = 0, 0
+    for name, shape in shapes(cfg):
+        total += math.prod(shape)
+        quantized += math.prod(shape) if is_quantized(name) else 0
+    sent = engines["checkpoint"]["bytes"] - 2 * (total - quantized)
+    return sent / (2 * quantized)

@@ -1,0 +1,75 @@
+"""Fixtures of the facade's tests, a plug-in: all test files share one async fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from generation.vllm_generation import VllmGeneration
+from tests.harness.fleets import NEW, Fleet, FreshEngine, checkpoint, model, settings
+from tests.harness.trainers import Trainers, TrainerSpec
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """Ray on this machine only."""
+    import ray
+
+    ray.init(
+        num_cpus=16,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=128 * 1024 * 1024,
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint that fleets start from."""
+    return checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def fleet(
+    local_ray: None, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    """Two async shards with an HTTP server each; every test leaves them alive and in service."""
+    from generation.cluster import RayCluster
+
+    traces = tmp_path_factory.mktemp("traces")
+    engine = {
+        "async_engine": True,
+        "expose_http_server": True,
+        "http_server_api_key_required": True,
+        "enable_vllm_metrics_logger": True,
+        "vllm_metrics_logger_interval": 0.05,
+    }
+    profiler = {
+        "profiler": "torch",
+        "torch_profiler_dir": str(traces),
+        "torch_profiler_with_stack": False,
+        "ignore_frontend": True,
+    }
+    cluster = RayCluster([1, 1], gpus_per_bundle=0)
+    gen = VllmGeneration(
+        cluster,
+        settings(folder, engine, max_new_tokens=220, vllm_kwargs={"profiler_config": profiler}),
+    )
+    with Trainers(TrainerSpec(model())) as trainers:
+        gen.prepare_refit_info(trainers.infos)
+        yield Fleet(gen, trainers)
+        gen.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FreshEngine]:
+    """A fresh engine of the ``NEW`` weights."""
+    engine = FreshEngine(checkpoint(tmp_path_factory.mktemp("new"), NEW))
+    yield engine
+    engine.close()
