@@ -1,4 +1,4 @@
-"""``python -m bench refit | plan``: see ``--help`` of each."""
+"""``python -m bench refit | plan | faults``: see ``--help`` of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from bench import plan, refit
+from bench import faults, plan, refit
 
 
 def main() -> None:
@@ -15,8 +15,14 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     refit.add_arguments(commands.add_parser("refit", help=refit.__doc__))
     plan.add_arguments(commands.add_parser("plan", help=plan.__doc__))
+    faults.add_arguments(commands.add_parser("faults", help=faults.__doc__))
     args = parser.parse_args()
-    result = refit.run(refit.parse(args)) if args.command == "refit" else plan.run(args)
+    if args.command == "refit":
+        result = refit.run(refit.parse(args))
+    elif args.command == "plan":
+        result = plan.run(args)
+    else:
+        result = faults.run(args.only)
     text = json.dumps(result, indent=2)
     print(text)
     if args.json:

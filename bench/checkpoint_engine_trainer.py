@@ -36,9 +36,7 @@ class Server:
             announce: Gets the socket path of every GPU once workers may connect.
         """
         server = self._server
-        server.register_checkpoint(
-            _CHECKPOINT, named_tensors=tensors, use_shared_memory_pool=True
-        )
+        server.register_checkpoint(_CHECKPOINT, named_tensors=tensors, use_shared_memory_pool=True)
         server.gather_metas(_CHECKPOINT)
         server.update(_CHECKPOINT, lambda paths: announce(dict(paths)))
         server.unregister_checkpoint(_CHECKPOINT)

@@ -64,13 +64,10 @@ class Injector:
     """The ``FaultHook`` of one process; a fault happens once.
 
     Other processes set it off with SIGUSR1: the kind is what :meth:`expect` was told.
-
-    Attributes:
-        seen: Stages that began, with their offsets.
     """
 
     def __init__(self) -> None:
-        self.seen: list[tuple[str, int]] = []
+        self._seen: list[tuple[str, int]] = []
         self._fault: Fault | None = None
         self._pending = ""
         self._expected = ""
@@ -79,11 +76,12 @@ class Injector:
     def arm(self, fault: Fault) -> None:
         """Waits for the hook of a fault."""
         self._fault = fault
-        self.seen.clear()
 
-    def disarm(self) -> None:
-        """Forgets what did not happen."""
+    def disarm(self) -> list[tuple[str, int]]:
+        """Forgets what did not happen; returns stages that began since, with their offsets."""
         self._fault, self._pending, self._expected = None, "", ""
+        seen, self._seen = self._seen, []
+        return seen
 
     def expect(self, kind: str, at_once: bool = False) -> None:
         """Fails in this way on SIGUSR1; must be called on the main thread.
@@ -105,7 +103,7 @@ class Injector:
 
     def __call__(self, stage: str, offset: int = 0) -> None:
         """See :class:`weight_sync.faults.FaultHook`."""
-        self.seen.append((stage, offset))
+        self._seen.append((stage, offset))
         if self._pending:
             kind, self._pending = self._pending, ""
             _fail(kind, stage)

@@ -53,9 +53,8 @@ class _Armed:
         self.injector.expect(kind, at_once)
 
     def disarm(self) -> list[tuple[str, int]]:
-        """Forgets a fault that did not happen; returns what hooks saw."""
-        self.injector.disarm()
-        return self.injector.seen
+        """Forgets a fault that did not happen; returns what hooks saw since the last time."""
+        return self.injector.disarm()
 
     def census(self) -> Census:
         """What this process holds."""
@@ -141,7 +140,7 @@ class FaultWorker(_Armed):
         return b""
 
     def verdict(self, settle_s: float) -> tuple[bool, int, bool]:
-        """Once it is idle: whether it serves, what version it reports, whether its bits are that."""
+        """Once it is idle: whether it serves, which version it reports, whether its bits agree."""
         if not self._busy.acquire(timeout=settle_s):
             raise TimeoutError(f"worker {self._rank} is still busy after {settle_s:g} s")
         try:
@@ -237,6 +236,6 @@ class FaultOrchestrator(_Armed):
         self._synchronizer.replace_shard(index, shard)
         old.close()
 
-    def shard_versions(self) -> tuple[int, ...]:
-        """What each shard holds."""
-        return self._synchronizer.shard_versions
+    def absent(self) -> tuple[int, ...]:
+        """Shards that do not take part."""
+        return self._synchronizer.absent

@@ -282,7 +282,7 @@ def _result(
     for name, seconds in natives.items():
         median = _median(seconds[1:])
         runs.append({"system": name, "transport": name.split()[1], "median_ms": median * 1e3})
-        ratios[name] = median * 1e3 / float(runs[0]["median_ms"])
+        ratios[name] = median / _median([r.total_seconds for r in verified])
     return {
         "model": options.model,
         "layers": options.layers or cfg["num_hidden_layers"],

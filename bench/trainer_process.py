@@ -8,7 +8,6 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-
 from typing import TYPE_CHECKING
 
 import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +51,8 @@ class RayCluster:
         self.bundles_per_node = tuple(bundles_per_node)
         self.gpus_per_bundle = gpus_per_bundle
         self._cpus = cpus_per_bundle
-        self._name = name
+        # Ray knows groups by name, and two fleets of one cluster may have the same prefix.
+        self._name = f"{name}-{secrets.token_hex(4)}"
         self._groups: list[PlacementGroup] = []
         self._bundles: tuple[Bundle, ...] = ()
         self._node_ids: dict[Bundle, str] = {}

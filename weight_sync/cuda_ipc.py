@@ -1,4 +1,4 @@
-"""CUDA inter-process memory handles: exported on the owner's side, opened on the reader's device."""
+"""CUDA inter-process memory handles: exported by the owner, opened on the reader's device."""
 
 from __future__ import annotations
 

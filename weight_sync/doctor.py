@@ -1,4 +1,4 @@
-"""``python -m weight_sync doctor``: what works on this machine, and the way out where it does not."""
+"""``python -m weight_sync doctor``: what works on this machine, and the way out where not."""
 
 from __future__ import annotations
 

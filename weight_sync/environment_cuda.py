@@ -52,7 +52,9 @@ def _selection() -> list[Finding]:
     if set(chosen) == set(here):
         return [Finding("CUDA_VISIBLE_DEVICES", "ok", text)]
     text += f", but torch sees {', '.join(here)} where {', '.join(chosen)} were expected"
-    return [Finding("CUDA_VISIBLE_DEVICES", "warn", text, "GPUs are told apart by UUID all the same")]
+    return [
+        Finding("CUDA_VISIBLE_DEVICES", "warn", text, "GPUs are told apart by UUID all the same")
+    ]
 
 
 def libraries() -> list[Finding]:

@@ -77,4 +77,3 @@ def distances(
                 same = canonical(device) == canonical(other)
                 cost[i, j] = SAME_DEVICE if same else SAME_HOST
     return cost
-

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from tests.harness.contract import FACTORIES, NAMES, PACKING, prepare
@@ -33,3 +37,10 @@ def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Every transport that packs buckets."""
     prepare(request.param, monkeypatch)
     return request.param
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """An empty folder whose path leaves room for socket names."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)

@@ -191,7 +191,7 @@ def test_a_trainer_that_never_publishes_fails_the_refit_and_leaves_the_engines_s
 ):
     version = fleet.refit()
     (future,) = fleet.gen.update_weights_via_ipc_zmq(refit_timeout_s=1)
-    with pytest.raises(DeadlineError, match="did not publish"):
+    with pytest.raises(DeadlineError, match="trainer 0 .* publish"):
         future.result(60)
     stamps = {a.leader: a.spans[0].weight_version for a in (ask(fleet.gen, [3]) for _ in "ab")}
     assert stamps == {0: version, 1: version}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.fleets import Fleet, InFlight, ask, prompts
+from tests.harness.fleets import MODEL_LEN, Fleet, InFlight, ask, prompts
 
 pytest_plugins = ["generation_fixtures"]
 pytestmark = pytest.mark.timeout(240)
@@ -55,7 +55,7 @@ def test_profiling_writes_a_trace_of_every_shard(fleet: Fleet):
     folder = Path(fleet.gen.config.vllm_kwargs["profiler_config"]["torch_profiler_dir"])
     fleet.gen.start_gpu_profiling()
     for _ in range(2):
-        ask(fleet.gen, [3])
+        ask(fleet.gen, [3] * (MODEL_LEN - 2))  # leaves room for two tokens, and a small trace
     fleet.gen.stop_gpu_profiling()
     traces = [p for p in folder.rglob("*") if p.is_file() and p.stat().st_size]
     assert len(traces) >= 2

@@ -26,9 +26,9 @@ SPEC = TrainerSpec(CFG, "fsdp", 2)
 
 
 @pytest.fixture
-def sockets(tmp_path: Path) -> Path:
+def sockets(short_path: Path) -> Path:
     """Where the trainers' sockets are."""
-    return tmp_path
+    return short_path
 
 
 @pytest.fixture

@@ -43,44 +43,44 @@ def test_b40_two_jobs_with_equal_ranks_work_side_by_side() -> None:
 
 
 def test_b40_a_stale_socket_file_does_not_matter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WEIGHT_SYNC_SOCKET_DIR", str(tmp_path))
+    monkeypatch.setenv("WEIGHT_SYNC_SOCKET_DIR", str(short_path))
     with endpoints() as dead:
         stale = paths(dead)[0].name
     left = socket.socket(socket.AF_UNIX)
-    left.bind(str(tmp_path / stale))
+    left.bind(str(short_path / stale))
     left.close()
     with connecting("ipc") as connect:
         setup = connect([{"t": torch.ones(4)}], [plain_model({"t": torch.zeros(4)})])
         setup.sync(1)
         assert setup.value("t").tolist() == [1.0] * 4
-    assert (tmp_path / stale).exists()
+    assert (short_path / stale).exists()
 
 
 def test_b40_only_this_user_can_enter_the_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WEIGHT_SYNC_SOCKET_DIR", str(tmp_path))
+    monkeypatch.setenv("WEIGHT_SYNC_SOCKET_DIR", str(short_path))
     with endpoints() as trainers:
         folder = paths(trainers)[0].parent
-        assert folder.parent == tmp_path
+        assert folder.parent == short_path
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("where", ["/proc", "/dev/null", "missing"])
 def test_b40_a_directory_that_cannot_be_written_is_an_error_at_set_up(
-    where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    where: str, monkeypatch: pytest.MonkeyPatch, short_path: Path
 ) -> None:
-    monkeypatch.setenv("WEIGHT_SYNC_SOCKET_DIR", str(tmp_path / where))
+    monkeypatch.setenv("WEIGHT_SYNC_SOCKET_DIR", str(short_path / where))
     with pytest.raises(ConfigError, match="WEIGHT_SYNC_SOCKET_DIR"):
         endpoints()
 
 
 def test_b40_a_path_that_is_too_long_is_an_error_at_set_up_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, short_path: Path
 ) -> None:
-    folder = tmp_path / ("x" * 100)
+    folder = short_path / ("x" * 100)
     folder.mkdir()
     monkeypatch.setenv("WEIGHT_SYNC_SOCKET_DIR", str(folder))
     with pytest.raises(ConfigError, match="107 bytes"):
@@ -88,15 +88,15 @@ def test_b40_a_path_that_is_too_long_is_an_error_at_set_up_and_leaves_nothing(
     assert list(folder.iterdir()) == []
 
 
-def test_b40_closing_removes_the_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEIGHT_SYNC_SOCKET_DIR", str(tmp_path))
+def test_b40_closing_removes_the_sockets(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHT_SYNC_SOCKET_DIR", str(short_path))
     with endpoints():
-        assert list(tmp_path.iterdir()) != []
-    assert list(tmp_path.iterdir()) == []
+        assert list(short_path.iterdir()) != []
+    assert list(short_path.iterdir()) == []
 
 
-def test_b40_a_process_that_ends_without_closing_removes_the_sockets(tmp_path: Path) -> None:
+def test_b40_a_process_that_ends_without_closing_removes_the_sockets(short_path: Path) -> None:
     script = "from tests.cpu.test_refit_sockets import endpoints; kept = endpoints()"
-    env = os.environ | {"WEIGHT_SYNC_SOCKET_DIR": str(tmp_path)}
+    env = os.environ | {"WEIGHT_SYNC_SOCKET_DIR": str(short_path)}
     subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=25)
-    assert list(tmp_path.iterdir()) == []
+    assert list(short_path.iterdir()) == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
@@ -15,6 +17,9 @@ from weight_sync.synchronizer import WeightSynchronizer
 
 pytestmark = pytest.mark.timeout(120)
 
+# All tests share one engine, for which versions must grow.
+VERSIONS = itertools.count(1)
+
 
 @pytest.fixture(scope="module")
 def engine(oracle: Oracle) -> Iterator[Engine]:
@@ -22,13 +27,28 @@ def engine(oracle: Oracle) -> Iterator[Engine]:
         yield engine.ready()
 
 
+@dataclass(frozen=True)
+class Refits:
+    """A trainer of the engine."""
+
+    trainers: Trainers
+    synchronizer: WeightSynchronizer
+
+    def refit(self, weights: int) -> int:
+        """Installs the weights of a version under a new number, which is returned."""
+        version = next(VERSIONS)
+        self.trainers.publish(version, weights)
+        assert self.synchronizer.sync_weights(version).verified
+        return version
+
+
 @pytest.fixture
-def refits(engine: Engine) -> Iterator[tuple[Trainers, WeightSynchronizer]]:
+def refits(engine: Engine) -> Iterator[Refits]:
     with Trainers(TrainerSpec(config("tiny"))) as trainers:
         synchronizer = WeightSynchronizer(trainers.infos, [engine], deadline_s=30)
-        trainers.publish(1)
-        synchronizer.sync_weights(1)
-        yield trainers, synchronizer
+        made = Refits(trainers, synchronizer)
+        made.refit(1)
+        yield made
         engine.ask("call", wake, None)
         synchronizer.shutdown()
 
@@ -58,30 +78,27 @@ def try_to_generate(rank: EngineRank) -> str:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_refit_of_sleeping_weights_is_refused_before_anything_changes(
-    engine: Engine, refits: tuple[Trainers, WeightSynchronizer], level: int
+    engine: Engine, refits: Refits, level: int
 ) -> None:
-    trainers, synchronizer = refits
     before = engine.dump()
+    held = refits.synchronizer.version
     engine.ask("call", sleep, level)
-    trainers.publish(2)
     with pytest.raises(EngineStateError, match="shard 0 worker 0 are asleep"):
-        synchronizer.sync_weights(2)
-    assert not synchronizer.is_stale
-    assert synchronizer.version == 1
-    assert synchronizer.shard_versions == (1,)
+        refits.refit(2)
+    assert not refits.synchronizer.is_stale
+    assert refits.synchronizer.version == held
+    assert refits.synchronizer.shard_versions == (held,)
     assert engine.dump() == before
 
 
 def test_weights_alone_may_wake_for_the_refit(
-    engine: Engine, refits: tuple[Trainers, WeightSynchronizer], oracle: Oracle
+    engine: Engine, refits: Refits, oracle: Oracle
 ) -> None:
-    trainers, synchronizer = refits
     truth = oracle.truth(oracle.random("tiny", 2), 1)
-    for version, level in ((2, 2), (3, 1)):
+    for level in (2, 1):
         engine.ask("call", sleep, level)
         engine.ask("call", wake, ["weights"])
-        trainers.publish(version, 2)
-        assert synchronizer.sync_weights(version).verified
+        refits.refit(2)
         engine.ask("call", wake, ["kv_cache"])
         assert truth.differences(engine) == [[]]
         assert engine.generate() == truth.generated
@@ -98,9 +115,8 @@ def test_a_plan_cannot_be_made_while_weights_are_asleep(engine: Engine) -> None:
 
 
 def test_generating_is_refused_while_memory_is_asleep_or_weights_are_discarded(
-    engine: Engine, refits: tuple[Trainers, WeightSynchronizer]
+    engine: Engine, refits: Refits
 ) -> None:
-    trainers, synchronizer = refits
     (said,) = engine.ask("call", try_to_generate)
     assert said == str(len(PROMPTS))
     engine.ask("call", sleep, 2)
@@ -112,15 +128,12 @@ def test_generating_is_refused_while_memory_is_asleep_or_weights_are_discarded(
     engine.ask("call", wake, ["kv_cache"])
     (said,) = engine.ask("call", try_to_generate)
     assert "discarded" in said
-    trainers.publish(2)
-    synchronizer.sync_weights(2)
+    refits.refit(2)
     (said,) = engine.ask("call", try_to_generate)
     assert said == str(len(PROMPTS))
 
 
-def test_level_1_keeps_the_version(
-    engine: Engine, refits: tuple[Trainers, WeightSynchronizer]
-) -> None:
+def test_level_1_keeps_the_version(engine: Engine, refits: Refits) -> None:
     engine.ask("call", sleep, 1)
     engine.ask("call", wake, None)
     (said,) = engine.ask("call", try_to_generate)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import pytest
@@ -25,10 +26,11 @@ from tests.harness.gpu_engines import (
     model_of,
     start,
 )
-from tests.harness.gpu_trainers import GpuTrainers
+from tests.harness.gpu_trainers import GpuTrainers, OpenWeights
 from weight_sync.cuda_ipc import OpenHandles
 from weight_sync.engine import LocalLLM
 from weight_sync.errors import EnvironmentUnsupportedError
+from weight_sync.report import RefitReport
 from weight_sync.synchronizer import WeightSynchronizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -47,6 +49,19 @@ class Running:
     llm: object
     disk: Bits
     tokens: list[list[int]]
+    # All tests share the engine, for which versions must grow.
+    versions: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def refit(
+        self, sync: WeightSynchronizer, *holders: OpenWeights, weights: int, verify: bool = True
+    ) -> RefitReport:
+        """Installs the weights of a version under a new number."""
+        version = next(self.versions)
+        for holder in holders:
+            holder.publish(version, weights)
+        report = sync.sync_weights(version, verify=verify)
+        assert report.verified == verify
+        return report
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +86,8 @@ def test_engine_equals_a_fresh_one_after_other_versions_bit_for_bit(
     with trainer.weights(CONFIG, "plain") as weights:
         sync = synchronizer(running, weights.infos)
         seen = []
-        for version, values in ((1, 1), (2, 2), (3, 0)):
-            weights.publish(version, values)
-            report = sync.sync_weights(version)
-            assert report.verified
+        for values in (1, 2, 0):
+            report = running.refit(sync, weights, weights=values)
             assert set(report.modes) <= {"direct", "processed"}
             assert not sync.is_stale
             seen.append((bits(model_of(running.llm)), greedy(running.llm)))
@@ -94,9 +107,8 @@ def test_weights_that_cannot_be_mapped_arrive_exactly_through_the_ring(
     """B31: offloaded weights, and memory that has no handle."""
     with trainer.weights(CONFIG, kind) as weights:
         sync = synchronizer(running, weights.infos, bucket_bytes=BUCKET)
-        for version, values in ((1, 1), (2, 2), (3, 0)):
-            weights.publish(version, values)
-            assert sync.sync_weights(version).verified
+        for values in (1, 2, 0):
+            running.refit(sync, weights, weights=values)
         assert changed(running.disk, bits(model_of(running.llm))) == []
         assert greedy(running.llm) == running.tokens
         (slots,) = weights.ask("slots")
@@ -111,14 +123,12 @@ def test_fp32_masters_are_rounded_in_flight_as_torch_does(
 ) -> None:
     with trainer.weights(CONFIG, "rounded") as weights:
         sync = synchronizer(running, weights.infos)
-        weights.publish(1)
-        sync.sync_weights(1)
+        running.refit(sync, weights, weights=1)
         want = bits(model_of(running.llm))
     with trainer.weights(CONFIG, "fp32") as weights:
         sync = synchronizer(running, weights.infos)
-        for version, values in ((1, 2), (2, 1)):
-            weights.publish(version, values)
-            assert sync.sync_weights(version).verified
+        for values in (2, 1):
+            running.refit(sync, weights, weights=values)
         (slots,) = weights.ask("slots")
         sync.shutdown()
     assert changed(want, bits(model_of(running.llm))) == []
@@ -136,14 +146,12 @@ def test_memory_that_may_not_be_opened_is_refused_and_the_next_refit_works(
     before = bits(model_of(running.llm))
     with trainer.weights(CONFIG, "plain") as weights:
         sync = synchronizer(running, weights.infos)
-        weights.publish(1)
         with monkeypatch.context() as patch:
             patch.setattr(OpenHandles, "address", denied)
             with pytest.raises(EnvironmentUnsupportedError, match="--ipc=host"):
-                sync.sync_weights(1)
+                running.refit(sync, weights, weights=1)
         assert bits(model_of(running.llm)) == before
-        weights.publish(2)
-        assert sync.sync_weights(2).verified
+        running.refit(sync, weights, weights=2)
         sync.shutdown()
 
 
@@ -152,13 +160,11 @@ def test_weights_that_moved_are_mapped_again_and_old_mappings_closed(
 ) -> None:
     with trainer.weights(CONFIG, "plain") as weights:
         sync = synchronizer(running, weights.infos)
-        weights.publish(1)
-        sync.sync_weights(1)
+        running.refit(sync, weights, weights=1)
         mapper = agent_of(running.llm)._session.transport._mapper
         first = mapper._handles
         weights.ask("move")
-        weights.publish(2, 0)
-        assert sync.sync_weights(2).verified
+        running.refit(sync, weights, weights=0)
         assert first.opened == first.closed > 0
         assert mapper._handles is not first
         assert changed(running.disk, bits(model_of(running.llm))) == []
@@ -172,11 +178,12 @@ def test_weights_written_on_a_side_stream_just_before_publish_arrive(
     norm = dict(model_of(running.llm).named_parameters())["model.norm.weight"]
     with trainer.weights(CONFIG, "plain") as weights:
         sync = synchronizer(running, weights.infos)
-        for version in range(1, 101):
-            weights.ask("publish_late", version)
-            sync.sync_weights(version, verify=version % 2 == 0)
+        for value in range(1, 101):
+            version = next(running.versions)
+            weights.ask("publish_late", version, float(value))
+            sync.sync_weights(version, verify=value % 2 == 0)
             weights.ask("overwrite", -1.0)
-            assert norm.detach().float().unique().tolist() == [float(version)]
+            assert norm.detach().float().unique().tolist() == [float(value)]
         sync.shutdown()
 
 
@@ -190,15 +197,13 @@ def test_fifty_refits_leave_memory_and_handles_as_they_were(
     ):
         sync = synchronizer(running, [*weights.infos, *replica.infos], bucket_bytes=TOLERANCE)
         seen = {}
-        for version in range(1, 51):
-            weights.publish(version, version % 2)
-            replica.publish(version, version % 2)
-            sync.sync_weights(version)
+        for count in range(1, 51):
+            running.refit(sync, weights, replica, weights=count % 2)
             torch.cuda.synchronize()
-            if version in (2, 50):
+            if count in (2, 50):
                 ours = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
                 (theirs,) = trainer.ask("memory")
-                seen[version] = [*ours, *theirs]
+                seen[count] = [*ours, *theirs]
         handles = agent_of(running.llm)._session.transport._mapper._handles
         opened = handles.opened
         sync.shutdown()

@@ -139,14 +139,14 @@ class GpuRank:
         torch.cuda.synchronize()
         held.endpoint.publish(version)  # type: ignore[attr-defined]
 
-    def publish_late(self, name: str, version: int) -> None:
-        """Publishes while a side stream still works for 50 ms before it writes the values."""
+    def publish_late(self, name: str, version: int, value: float) -> None:
+        """Publishes while a side stream still works for 50 ms before it writes ``value``."""
         held = self._sets[name]
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream), torch.no_grad():
             torch.cuda._sleep(100_000_000)
             for parameter in held.module.parameters():
-                parameter.fill_(float(version))
+                parameter.fill_(value)
             held.endpoint.publish(version)  # type: ignore[attr-defined]
 
     def overwrite(self, name: str, value: float) -> None:

@@ -6,6 +6,7 @@ and none of them has run anything before.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -39,6 +40,11 @@ class ChildGoneError(Exception):
 
 _server = forkserver.ForkServer()
 _server.set_forkserver_preload(_PRELOAD)
+
+
+def preload(modules: list[str]) -> None:
+    """What the server imports instead; before the first child."""
+    _server.set_forkserver_preload(modules)
 
 
 class _Popen(popen_forkserver.Popen):
@@ -138,8 +144,16 @@ class Child:
         self.process.join(10)
 
     def close(self) -> None:
-        """Ends the process in whatever state it is."""
+        """Ends the process in whatever state it is, and what it started."""
+        import psutil
+
+        started = []
+        if self.process.is_alive():
+            started = psutil.Process(self.pid).children(recursive=True)
         self.kill()
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self._pipe.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,14 +32,26 @@ from tests.harness.gpu_engines import (
     model_of,
     start,
 )
-from tests.harness.gpu_trainers import GpuTrainers
+from tests.harness.gpu_trainers import GpuTrainers, OpenWeights
 from weight_sync.engine import LocalLLM
 from weight_sync.identity import visible_devices
+from weight_sync.report import RefitReport
 from weight_sync.synchronizer import WeightSynchronizer
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(300)]
 
 CONFIG = config("tiny")
+# Tests share engines, for which versions must grow.
+VERSIONS = itertools.count(1)
+
+
+def refit(sync: WeightSynchronizer, weights: OpenWeights, values: int) -> RefitReport:
+    """Installs the weights of a version under a new number."""
+    version = next(VERSIONS)
+    weights.publish(version, values)
+    report = sync.sync_weights(version)
+    assert report.verified
+    return report
 
 
 @pytest.mark.parametrize("kind", ["plain", "fp32", "host"])
@@ -48,9 +61,8 @@ def test_trainer_on_one_gpu_reaches_an_engine_on_the_other(
     llm, disk, tokens, before = alone
     with far.weights(CONFIG, kind) as weights:
         sync = WeightSynchronizer(weights.infos, [LocalLLM(llm)], deadline_s=60)
-        for version, values in ((1, 1), (2, 2), (3, 0)):
-            weights.publish(version, values)
-            assert sync.sync_weights(version).verified
+        for values in (1, 2, 0):
+            refit(sync, weights, values)
         sync.shutdown()
     if kind != "fp32":
         # fp32 masters are other values than the checkpoint's.
@@ -117,11 +129,8 @@ def test_fsdp2_on_the_gpus_of_a_tensor_parallel_engine(pair: Pair) -> None:
     with GpuTrainers(["cuda:0", "cuda:1"]) as trainers, trainers.weights(CONFIG, "fsdp") as weights:
         sync = WeightSynchronizer(weights.infos, [LocalLLM(pair.llm)], deadline_s=60)
         seen = []
-        for version, values in ((1, 1), (2, 2), (3, 0)):
-            weights.publish(version, values)
-            report = sync.sync_weights(version)
-            assert report.verified
-            assert report.workers == 2
+        for values in (1, 2, 0):
+            assert refit(sync, weights, values).workers == 2
             seen.append(pair.differences())
         assert [senders(sync, worker) for worker in (0, 1)] == [{0, 1}, {0, 1}]
         sync.shutdown()
@@ -142,9 +151,8 @@ def test_replicas_are_paired_by_uuid_when_their_process_sees_the_gpus_in_another
     ):
         assert [info.device for info in weights.infos] == list(reversed(here))
         sync = WeightSynchronizer(weights.infos, [LocalLLM(pair.llm)], deadline_s=60)
-        for version, values in ((1, 1), (2, 0)):
-            weights.publish(version, values)
-            assert sync.sync_weights(version).verified
+        for values in (1, 0):
+            refit(sync, weights, values)
         for worker, device in enumerate(pair.devices):
             own = [info.rank for info in weights.infos if info.device == device]
             assert senders(sync, worker) == set(own)

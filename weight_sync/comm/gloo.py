@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -212,14 +212,22 @@ class GlooCommunicator:
         if closed:
             error = self._attendance.blame(closed, stage=stage, version=version)
         elif deadline is not None and timed_out:
-            late = self._attendance.late(self._unfinished())
-            error = DeadlineError(
-                f"bytes did not arrive within {deadline.seconds:g} s",
-                stage=stage,
-                version=version,
-                epoch=self.epoch,
-                ranks=[self._attendance.names[rank] for rank in late],
-            )
+            unfinished = self._unfinished()
+            reason = f"bytes did not arrive within {deadline.seconds:g} s"
+            names = self._attendance.names
+
+            def late(ranks: Iterable[int]) -> DeadlineError:
+                return DeadlineError(
+                    reason,
+                    stage=stage,
+                    version=version,
+                    epoch=self.epoch,
+                    ranks=[names[rank] for rank in ranks],
+                )
+
+            # The note comes first, so that others who wait do not count this rank as silent.
+            self._end(f"{reason} at {names[self.rank]}", late(unfinished))
+            error = late(self._attendance.late(unfinished))
         else:
             error = RefitError(
                 f"gloo failed: {cause}", stage=stage, version=version, epoch=self.epoch

@@ -306,7 +306,8 @@ def connect_nccl(
         nccl = nccl_library()
         own = msgspec.msgpack.encode(nccl.get_unique_id()) if rank == 0 else b""
         shared = attendance.arrive("unique_id", deadline, own)[0]
-        unique_id = msgspec.msgpack.decode(shared, type=tuple[int, ...])
+        # Older CuPy hands out a tuple of integers, newer ones bytes; each takes what it gives.
+        unique_id = msgspec.msgpack.decode(shared, type=bytes | tuple[int, ...])
 
         def initialize() -> Any:  # noqa: ANN401 (CuPy's compiled class has no types)
             with torch.cuda.device(device):

@@ -2,7 +2,8 @@
 
 CPU storages become shared memory in place (torch's own mechanism): every view of them keeps working
 and nothing is left in the file system. CUDA storages get an IPC handle of the allocation they lie
-in; those that can have none (expandable segments, virtual-memory pools) go through the staging ring.
+in; those that can have none (expandable segments, virtual-memory pools) are left to the staging
+ring.
 """
 
 from __future__ import annotations
@@ -169,9 +170,9 @@ def share_cuda(storage: torch.Tensor) -> StorageHandle:
         raise EnvironmentUnsupportedError(
             f"CUDA IPC cannot export {storage.numel()} bytes on {storage.device}: {error}. Memory "
             "from expandable segments or a virtual-memory pool has no IPC handle: unset "
-            "expandable_segments in PYTORCH_CUDA_ALLOC_CONF (or PYTORCH_ALLOC_CONF) for the trainer, "
-            "or use the broadcast or reshard transport. `python -m weight_sync doctor` shows what "
-            "works here."
+            "expandable_segments in PYTORCH_CUDA_ALLOC_CONF (or PYTORCH_ALLOC_CONF) for the "
+            "trainer, or use the broadcast or reshard transport. `python -m weight_sync doctor` "
+            "shows what works here."
         ) from error
     from weight_sync.identity import device_identity
 

@@ -167,15 +167,15 @@ class GroupSender:
         if rounds.start == 0:
             self._offset = 0
         groups = self._groups
-        with groups.guard(deadline, "transfer"):
+        with groups.guard(deadline, "transfer") as inside:
             for lane in self._lanes:
                 if lane is not None:
                     lane.wait_stream(torch.cuda.current_stream(lane.device))
             stop = min(self._ends[rounds.stop], len(self._steps))
             for step in range(self._ends[rounds.start], stop):
                 self._fault("transfer", self._offset)
-                self._step(step, deadline)
-            groups.synchronize(deadline, version)
+                self._step(step, inside)
+            groups.synchronize(inside, version)
 
     def _step(self, step: int, deadline: Deadline) -> None:
         groups, lane = self._groups, self._lanes[step % 2]

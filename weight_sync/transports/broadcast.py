@@ -62,6 +62,7 @@ class BroadcastArrivals:
             torch.empty(largest, dtype=torch.uint8, device=device)
             for _ in range(min(2, self.steps))
         ]
+        self.scratch_bytes = largest * len(self._scratch)
         cuda = device.type == "cuda"
         self._streams = [torch.cuda.Stream(device) if cuda else None for _ in self._scratch]
         self._base = np.zeros(len(size), np.int64)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from weight_sync.comm.base import Communicator
 from weight_sync.comm.connect import connect
 from weight_sync.comm.deadline import Deadline
 from weight_sync.comm.watchdog import Watchdog, abort_all
+from weight_sync.errors import AbortedError, DeadlineError, PeerDeadError
 from weight_sync.messages import GroupSpec
 
 if TYPE_CHECKING:
     import torch
-
-    from weight_sync.comm.watchdog import Guard
 
 
 class Groups:
@@ -55,9 +54,22 @@ class Groups:
                 stack.enter_context(group.group())
             yield
 
-    def guard(self, deadline: Deadline, what: str) -> AbstractContextManager[Guard]:
-        """Aborts all groups if the block takes longer than the deadline, or raises."""
-        return self._watchdog.guard(self._all, deadline, what)
+    @contextmanager
+    def guard(self, deadline: Deadline, what: str) -> Iterator[Deadline]:
+        """Aborts all groups if the block takes longer than the deadline, or raises.
+
+        Yields:
+            The deadline for waits in the block: a little sooner, because they can say whom they
+            waited for and the watchdog cannot.
+        """
+        try:
+            with self._watchdog.guard(self._all, deadline, what):
+                yield Deadline(deadline.inner())
+        except AbortedError as error:
+            # The watchdog may fire while a wait still finds out whose fault it was.
+            if isinstance(error.__cause__, DeadlineError | PeerDeadError):
+                raise error.__cause__ from error
+            raise
 
     def wait_stream(self, stream: torch.cuda.Stream | None) -> None:
         """Orders later launches after ``stream``."""

@@ -45,6 +45,11 @@ class Arrivals(Protocol):
         """Number of steps in which something arrives here."""
         ...
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory held besides the arenas."""
+        ...
+
     def landing(self, steps: range) -> Landing:
         """Where the pieces land that are complete after these steps."""
         ...

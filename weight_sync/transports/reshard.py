@@ -38,6 +38,7 @@ class ReshardArrivals:
         for rank in np.unique(sender).tolist():
             rows = np.flatnonzero(sender == rank)
             self._streams[rank] = cut_stream(rows, size[rows], item[rows], unit[rows], bucket_bytes)
+        self.scratch_bytes = 0
         self.steps = max((s.count for s in self._streams.values()), default=0)
         self.cuts = {trainer_name(r): cuts_digest(s.nbytes) for r, s in self._streams.items()}
         self._base: dict[tuple[int, int], int] = {}

@@ -74,8 +74,9 @@ class StagedReceiver:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of the arenas; they are kept from refit to refit."""
-        return sum(arena.numel() for arena in self._arenas)
+        """Bytes of arenas and scratch buffers; they are kept from refit to refit."""
+        scratch = self._arrivals.scratch_bytes if self._arrivals is not None else 0
+        return sum(arena.numel() for arena in self._arenas) + scratch
 
     def connect(
         self,
@@ -158,9 +159,9 @@ class StagedReceiver:
         groups = self._built()
         self._staged = None
         self._arrived = 0
-        with groups.guard(deadline, "transfer"):
-            self._launch(0, deadline)
-            self._finish(version, deadline)
+        with groups.guard(deadline, "transfer") as inside:
+            self._launch(0, inside)
+            self._finish(version, inside)
         self._staged = version
         return self._deliveries[0]
 
@@ -188,12 +189,12 @@ class StagedReceiver:
             # The other arena was installed and released before this one is asked for.
             following = number + 1 < len(self._deliveries)
             if following:
-                with groups.guard(deadline, "transfer"):
-                    self._launch(number + 1, deadline)
+                with groups.guard(deadline, "transfer") as inside:
+                    self._launch(number + 1, inside)
             yield delivery
             if following:
-                with groups.guard(deadline, "transfer"):
-                    self._finish(version, deadline)
+                with groups.guard(deadline, "transfer") as inside:
+                    self._finish(version, inside)
 
     def _launch(self, number: int, deadline: Deadline) -> None:
         groups, arrivals = self._built(), self._arrivals

@@ -77,6 +77,19 @@ def to_loading_layout(module: torch.nn.Module) -> None:
     """Swaps one module to storage-less tensors in loading layout."""
     restore_layer_on_meta(module, get_layerwise_info(module))
     unwrap_loaders(module)
+    if takes_kv_scales(module):
+        _keep_float32(module)
+
+
+def _keep_float32(module: torch.nn.Module) -> None:
+    """vLLM makes cache scales in the model's dtype, and would round what a trainer calibrated."""
+    for name in KV_SCALES:
+        held = module._parameters.get(name)
+        if held is not None:
+            wide = held.data.to(torch.float32)
+            wide.__class__ = held.__class__
+            wide.__dict__ = held.__dict__.copy()
+            module._parameters[name] = cast("torch.nn.Parameter", wide)
 
 
 def materialize(module: torch.nn.Module, live: LiveTensors) -> None:

@@ -128,8 +128,7 @@ class SleepGuard:
         written = self._written if self._written is not None else frozenset(parameters)
         # Without a recording it is not known what a refit would write.
         self._lost = frozenset() if self._written is not None else frozenset(parameters)
-        handled = [p for n, p in parameters.items() if n in written]
-        handled += list(model.buffers())
+        handled = [*(p for n, p in parameters.items() if n in written), *model.buffers()]
         self._saved = [(t, t.to("cpu", copy=True)) for t in Pool(WEIGHTS).storages(handled)]
 
     @torch.no_grad()

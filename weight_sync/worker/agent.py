@@ -207,7 +207,7 @@ class WorkerAgent:
                 session.install_stage,
             )
         self._fault("commit")
-        # A direct copy cannot move anything, so only modules that were processed are looked at again.
+        # A direct copy cannot move anything: only modules that were processed are looked at again.
         processed = set(session.installer.modes()) - {"direct"}
         gone = session.installer.moved() if processed else []
         if gone:

@@ -46,7 +46,7 @@ class WorkerPeer:
             raise to_error(reply, self.name)
         if not isinstance(reply, expect):
             raise WeightSyncError(
-                f"{self.name} answered {type(reply).__name__} where {expect.__name__} was expected; "
+                f"{self.name} answered {type(reply).__name__} where {expect.__name__} was due; "
                 "trainer and engine run different versions of this library"
             )
         return reply

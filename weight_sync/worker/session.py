@@ -180,7 +180,7 @@ class Session:
 
     @property
     def install_stage(self) -> str:
-        """What reports call the copy into live memory: the transfer itself, unless bytes are staged."""
+        """What reports call the copy into live memory: the transfer, unless bytes are staged."""
         return "commit" if isinstance(self.transport, StagedReceiver) else "transfer"
 
     def ask_digests(self, version: int, deadline: Deadline) -> None:
