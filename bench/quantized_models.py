@@ -1,8 +1,8 @@
 """Checkpoints that a trainer's weights give when they are quantized before they are saved.
 
-The oracle of every test of quantized engines, and what their first weights are read from. Values come
-from the reference in ``weight_sync/quantize/reference.py``; names, layout and configuration are those
-vLLM reads: ModelOpt's for MXFP8, vLLM's and DeepSeek's own for FP8.
+The oracle of every test of quantized engines, and what their first weights are read from. Values
+come from the reference in ``weight_sync/quantize/reference.py``; names, layout and configuration are
+those vLLM reads: ModelOpt's for MXFP8, vLLM's and DeepSeek's own for FP8.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def quantized_config(cfg: Config, form: Format) -> Config:
         n.removesuffix(".weight") for n, s in shapes(cfg) if len(s) == 2 and not is_quantized(n)
     ]
     if form is Format.MXFP8:
-        # ModelOpt's entries match as substrings too, so routers ("...mlp.gate") must be patterns, or
-        # they would keep "...mlp.gate_up_proj" unquantized.
+        # ModelOpt's entries match as substrings too, so routers ("...mlp.gate") must be patterns,
+        # or they would keep "...mlp.gate_up_proj" unquantized.
         ignore = [n if n.endswith(("lm_head", "embed_tokens")) else f"*{n[5:]}" for n in kept]
         quantization: dict[str, object] = {
             "quant_method": "modelopt",

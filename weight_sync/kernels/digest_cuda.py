@@ -60,6 +60,9 @@ class CudaDigest:
             ]
             parts[f"digest_{kernel}"].append(np.stack(columns, axis=1))
         self._sums = torch.zeros(slots, dtype=torch.int64, device=f"cuda:{self._device}")
+        # Pinned, and waited for by an event: a pageable copy keeps the driver's lock until the kernels
+        # are done, and every other thread of the process would wait with it.
+        self._host = torch.zeros(slots, dtype=torch.int64, pin_memory=True)
         self._launches = []
         for function, pieces in parts.items():
             packed = np.concatenate(pieces)
@@ -74,4 +77,9 @@ class CudaDigest:
         for kernel, tiles in self._launches:
             pointers = [tiles.data_ptr(), self._sums.data_ptr()]
             launch(kernel, self._device, None, len(tiles), pointers)
-        return self._sums.cpu().numpy().view(np.uint64)
+        with torch.cuda.device(self._device):
+            self._host.copy_(self._sums, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+            done.synchronize()
+        return self._host.numpy().view(np.uint64).copy()
