@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# Threads of a server come with the first requests and stay; their number is bounded.
-_POOLED = ("weight-sync-serve", "ThreadPoolExecutor")
+# Pools start threads as they need them, up to a bound; the first of each stands for the pool.
+_FIRST = "_0"
+# So do the sockets through which pool threads hand over replies, one event descriptor each.
+_EVENTS = "anon_inode:[eventfd]"
 
 
 @dataclass(frozen=True)
@@ -16,8 +20,8 @@ class Census:
     """What one process holds.
 
     Attributes:
-        descriptors: Open file descriptors.
-        threads: Names of its Python threads, without those of bounded pools.
+        descriptors: Open file descriptors that are no event descriptors.
+        threads: Names of its Python threads, one per pool.
         shared: Distinct shared-memory files it maps.
     """
 
@@ -47,8 +51,18 @@ def census() -> Census:
         fields = line.split(maxsplit=5)
         if len(fields) == 6 and ("/dev/shm/" in fields[5] or "/torch_" in fields[5]):
             mapped.add(fields[4])
-    threads = sorted(t.name for t in threading.enumerate() if not t.name.startswith(_POOLED))
-    return Census(len(os.listdir("/proc/self/fd")), tuple(threads), len(mapped))
+    # A rendezvous is named after its port, which every epoch has anew.
+    names = [re.sub(r"rendezvous-\d+", "rendezvous", t.name) for t in threading.enumerate()]
+    threads = sorted(n for n in names if n.endswith(_FIRST) or not re.search(r"_\d+$", n))
+    return Census(_descriptors(), tuple(threads), len(mapped))
+
+
+def _descriptors() -> int:
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # The listing itself was one.
+            count += os.readlink(f"/proc/self/fd/{name}") != _EVENTS
+    return count
 
 
 def socket_directories(root: str, living: set[int]) -> list[str]:

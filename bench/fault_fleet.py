@@ -8,6 +8,7 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import cast
 
 from bench.fault_census import Census, socket_directories
 from bench.fault_processes import FaultOrchestrator, FaultTrainer, FaultWorker
@@ -145,9 +146,10 @@ class Fleet:
             if not all(w.process.is_alive() for w in shard.workers):
                 continue
             said = [w.ask("verdict", _SETTLE_S, seconds=2 * _SETTLE_S) for w in shard.workers]
-            if all(serves for serves, _, _ in said):  # type: ignore[misc]
-                versions = {version for _, version, _ in said}  # type: ignore[misc]
-                if len(versions) > 1 or not all(equal for _, _, equal in said):  # type: ignore[misc]
+            verdicts = [cast("tuple[bool, int, bool]", verdict) for verdict in said]
+            if all(serves for serves, _, _ in verdicts):
+                versions = {version for _, version, _ in verdicts}
+                if len(versions) > 1 or not all(equal for _, _, equal in verdicts):
                     return False
         return True
 

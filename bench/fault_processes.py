@@ -15,6 +15,7 @@ from bench.models import Config, random_weights
 from tests.harness.sources import BoxSource, rows
 from tests.harness.standin_models import fused
 from weight_sync.comm.deadline import Deadline
+from weight_sync.errors import PeerDeadError
 from weight_sync.fanout import raise_first, run_all
 from weight_sync.messages import TrainerEndpointInfo
 from weight_sync.synchronizer import WeightSynchronizer
@@ -166,16 +167,22 @@ class WireShard:
 
     def __init__(self, addresses: Sequence[Address], name: str) -> None:
         self.workers = len(addresses)
-        self._name = name
-        self._clients = {
-            f"{name} worker {i}": Client(a, f"{name} worker {i}") for i, a in enumerate(addresses)
-        }
+        self._addresses = {f"{name} worker {i}": a for i, a in enumerate(addresses)}
+        self._clients = {n: Client(a, n) for n, a in self._addresses.items()}
 
     def _all(self, request: bytes, stage: str) -> list[bytes]:
         deadline = Deadline(_CALL_SECONDS)
         replies, errors = run_all(
-            self._clients, lambda c: c.call(request, deadline, stage), deadline, stage
+            {n: n for n in self._clients},
+            lambda n: self._clients[n].call(request, deadline, stage),
+            deadline,
+            stage,
         )
+        for name, error in errors.items():
+            if isinstance(error, PeerDeadError):
+                # As front ends do: the next call tries to connect anew.
+                self._clients[name].close()
+                self._clients[name] = Client(self._addresses[name], name)
         raise_first(errors)
         return [replies[name] for name in self._clients]
 

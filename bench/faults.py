@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only",
         default="",
         metavar="NAME",
-        help=f'cells whose name contains this, e.g. "ipc/worker/kill"; "{SUBSET}" is a small sample',
+        help=f'cells whose name contains this, e.g. "ipc/worker/kill"; "{SUBSET}" for a sample',
     )
     parser.add_argument("--json", metavar="FILE", help="where to write the result")
 

@@ -1,8 +1,8 @@
 """Checkpoints that a trainer's weights give when they are quantized before they are saved.
 
 The oracle of every test of quantized engines, and what their first weights are read from. Values
-come from the reference in ``weight_sync/quantize/reference.py``; names, layout and configuration are
-those vLLM reads: ModelOpt's for MXFP8, vLLM's and DeepSeek's own for FP8.
+come from the reference in ``weight_sync/quantize/reference.py``; names, layout and configuration
+are those vLLM reads: ModelOpt's for MXFP8, vLLM's and DeepSeek's own for FP8.
 """
 
 from __future__ import annotations

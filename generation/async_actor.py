@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 from generation.batch import Batch
 from generation.capture import CaptureRecord, CaptureSink
@@ -28,7 +28,11 @@ from generation.prompts import format_prompt_for_vllm_generation, validate_rollo
 from generation.token_capture import TokenCapture, drain_records
 from generation.version_book import VersionBook
 from weight_sync.errors import ConfigError, EngineStateError
+from weight_sync.messages import Status, encode
 
+T = TypeVar("T")
+
+_LIFE_CHECK_S = 0.2
 _MEMORY_TAGS = frozenset({"weights", "kv_cache"})
 
 
@@ -55,6 +59,8 @@ class AsyncEngineActor(EngineActor):
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self.arguments(device_ids)))
         self._engine.generate = self._capture.around(self._engine.generate)
         await self._label_engine()
+        # From here on the workers keep, across sleep, what refits do not bring.
+        await self.weight_sync_call(encode(Status()))
         return True
 
     async def post_init(self) -> bool:
@@ -148,11 +154,31 @@ class AsyncEngineActor(EngineActor):
             )
         return completion_of(final, self._label)
 
+    async def _bounded(self, call: Awaitable[T]) -> T:
+        """Awaits a call of the engine, but not longer than the engine lives.
+
+        vLLM leaves calls unanswered that were under way when its engine process died.
+
+        Raises:
+            EngineDeadError: vLLM's own, once it noticed.
+        """
+        task = asyncio.ensure_future(call)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=_LIFE_CHECK_S)
+                if not task.done() and self._engine.errored:
+                    raise self._engine.dead_error
+            return task.result()
+        finally:
+            task.cancel()
+
     # --- refit ----------------------------------------------------------------------------------
 
     async def weight_sync_call(self, request: bytes) -> list[bytes]:
         """Runs one refit request on every worker; replies in rank order."""
-        replies = await self._engine.collective_rpc("weight_sync_call", args=(request,))
+        replies = await self._bounded(
+            self._engine.collective_rpc("weight_sync_call", args=(request,))
+        )
         return list(replies)
 
     async def pause(self, owner: str, clear_cache: bool) -> bool:
@@ -169,10 +195,12 @@ class AsyncEngineActor(EngineActor):
                 )
             if not self._owners.holds(SLEEP):
                 try:
-                    await self._engine.pause_generation(mode="keep", clear_cache=clear_cache)
+                    await self._bounded(
+                        self._engine.pause_generation(mode="keep", clear_cache=clear_cache)
+                    )
                 except BaseException:
                     if not self._owners.any:
-                        await self._engine.resume_generation()
+                        await self._bounded(self._engine.resume_generation())
                     raise
             self._owners.add(owner)
             return True
@@ -182,8 +210,8 @@ class AsyncEngineActor(EngineActor):
         async with self._control:
             if not self._owners.remove(owner):
                 return False
-            await self._engine.resume_generation()
-            return not await self._engine.is_paused()
+            await self._bounded(self._engine.resume_generation())
+            return not await self._bounded(self._engine.is_paused())
 
     async def refit_unfinished(self) -> bool:
         """Whether a refit paused this shard and did not end: its weights may be mixed."""
@@ -191,7 +219,7 @@ class AsyncEngineActor(EngineActor):
 
     async def is_paused(self) -> bool:
         """Whether the engine stands still, as the engine itself says."""
-        return bool(await self._engine.is_paused())
+        return bool(await self._bounded(self._engine.is_paused()))
 
     async def invalidate(self) -> bool:
         """Drops prefix, KV connector, multimodal and encoder caches; the engine's real answer.
@@ -200,13 +228,15 @@ class AsyncEngineActor(EngineActor):
         KV connector has no way to drop what it cached.
         """
         async with self._control:
-            dropped = await self._engine.reset_prefix_cache(
-                reset_running_requests=self._owners.any, reset_connector=True
+            dropped = await self._bounded(
+                self._engine.reset_prefix_cache(
+                    reset_running_requests=self._owners.any, reset_connector=True
+                )
             )
             if dropped is not True or not connector_can_reset(self._engine.vllm_config):
                 return False
-            await self._engine.reset_mm_cache()
-            await self._engine.reset_encoder_cache()
+            await self._bounded(self._engine.reset_mm_cache())
+            await self._bounded(self._engine.reset_encoder_cache())
             return True
 
     async def set_version(self, version: int) -> bool:
@@ -225,7 +255,7 @@ class AsyncEngineActor(EngineActor):
     async def _label_engine(self) -> None:
         setter = getattr(self._engine, "update_weight_version", None)
         if setter is not None:
-            await setter(str(self._label))
+            await self._bounded(setter(str(self._label)))
 
     # --- sleep ----------------------------------------------------------------------------------
 
@@ -237,7 +267,7 @@ class AsyncEngineActor(EngineActor):
         async with self._control:
             if not connector_can_reset(self._engine.vllm_config):
                 return False
-            await self._engine.sleep(level=level, mode="keep")
+            await self._bounded(self._engine.sleep(level=level, mode="keep"))
             self._owners.add(SLEEP)
             self._asleep = _MEMORY_TAGS
             return True
@@ -263,12 +293,16 @@ class AsyncEngineActor(EngineActor):
             left = self._asleep - due
             if not left:
                 self._owners.check_wake()
-            await self._engine.wake_up(tags=sorted(due))
+            await self._bounded(self._engine.wake_up(tags=sorted(due)))
             self._asleep = left
             if not left and not self._owners.remove(SLEEP):
                 # vLLM resumed by itself; who holds the engine did not ask for that.
-                await self._engine.pause_generation(mode="keep", clear_cache=True)
-            return bool(left) or not await self._engine.is_sleeping() or self._owners.any
+                await self._bounded(self._engine.pause_generation(mode="keep", clear_cache=True))
+            return (
+                bool(left)
+                or not await self._bounded(self._engine.is_sleeping())
+                or self._owners.any
+            )
 
     # --- observation ----------------------------------------------------------------------------
 

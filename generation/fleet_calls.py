@@ -95,7 +95,7 @@ class FleetCalls(FleetBase):
                 self.roster.monitor.mark_restart_failed(shard, error)
             raise
         self._urls[self.pool.shards.index(shard)] = url
-        self.refits.changed()
+        self.refits.replaced(shard)
         self.roster.restarted(shard)
         if mine and self.roster.monitor is not None:
             self.roster.monitor.mark_loaded(shard, url)

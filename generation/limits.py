@@ -17,7 +17,7 @@ class Limits:
         call_s: A short call: pausing, caches, versions, metrics, sleep.
         batch_s: One synchronous batch.
         request_s: One asynchronous request, from its dispatch to its last token.
-        refit_s: One stage of a refit.
+        refit_s: One refit.
         shutdown_s: Ending one engine before it is killed.
     """
 

@@ -57,7 +57,7 @@ class RefitCalls(FleetBase):
 
         Args:
             version: What the trainers publish; None for one more than the last.
-            refit_timeout_s: Deadline of one stage, seconds.
+            refit_timeout_s: Deadline of the refit, seconds.
 
         Returns:
             One future. Its report stands for an explicit answer of every worker of every

@@ -44,7 +44,7 @@ class RefitDriver:
         self._not_trained: tuple[str, ...] = ()
         self._synchronizer: WeightSynchronizer | None = None
         self._transport: str | None = None
-        self._rebuild = True
+        self._replaced: set[int] = set()
         self._version = -1
         self._busy = threading.Lock()
 
@@ -68,9 +68,9 @@ class RefitDriver:
             self._trainers, self._not_trained = tuple(trainers), tuple(not_trained)
             self._drop()
 
-    def changed(self) -> None:
-        """Makes the next refit plan and connect anew; a replaced engine holds neither."""
-        self._rebuild = True
+    def replaced(self, shard: int) -> None:
+        """Makes the next refit take in the new engine of a shard."""
+        self._replaced.add(shard)
 
     def connect(self, transport: str) -> Future[Membership]:
         """Records, plans and connects over a transport, in the background.
@@ -83,7 +83,7 @@ class RefitDriver:
             EngineStateError: No trainers were offered, or a refit is running.
         """
         self._select(transport)
-        return self._background(lambda: self._build(force=True))
+        return self._background(self._build)
 
     def refit(self, transport: str, version: int | None, timeout_s: float) -> Future[RefitReport]:
         """Installs the trainers' weights in every shard that takes part, in the background.
@@ -91,11 +91,11 @@ class RefitDriver:
         Args:
             transport: How the bytes travel.
             version: The version that the trainers publish; None for the one after the last.
-            timeout_s: Deadline of one stage.
+            timeout_s: Deadline of the refit, seconds.
 
         Returns:
-            A future of the report. It holds an error unless every worker of every participant
-            committed; shards that did commit serve the new version all the same.
+            A future of the report. It holds an error unless every worker of every shard that was
+            not lost committed; the report's ``absent`` names the lost ones.
 
         Raises:
             ConfigError: The transport or the trainers cannot work; nothing was touched.
@@ -153,7 +153,7 @@ class RefitDriver:
                 self._transport = transport
 
     def _drop(self) -> None:
-        synchronizer, self._synchronizer, self._rebuild = self._synchronizer, None, True
+        synchronizer, self._synchronizer = self._synchronizer, None
         if synchronizer is not None:
             synchronizer.shutdown()
 
@@ -162,52 +162,69 @@ class RefitDriver:
             raise EngineStateError("the refit side was shut down; build a new fleet")
         return self._synchronizer
 
-    def _build(self, *, force: bool) -> Membership:
+    def _build(self) -> Membership:
         synchronizer = self._current()
-        present = self._roster.participants()
-        if not present:
-            raise NoHealthyShardsError("no shard can take part in a refit; restart one first")
-        built = synchronizer.membership
-        if force or self._rebuild or built is None or list(built.shards) != present:
-            absent = [s for s in self._pool.shards if s not in present]
-            built = self._watched(lambda: synchronizer.init_communicator(absent), present)
-            self._rebuild = False
-        return built
+        present = self._present()
+        self._take_in(synchronizer)
+        try:
+            return synchronizer.init_communicator(self._absent(present))
+        except BaseException:
+            self._bury(present)
+            raise
 
     def _run(self, version: int, timeout_s: float) -> RefitReport:
         synchronizer = self._current()
-        membership = self._build(force=False)
+        present = self._present()
+        self._take_in(synchronizer)
         self._version = max(self._version, version)
+        absent = self._absent(present)
         try:
-            return synchronizer.sync_weights(version, deadline_s=timeout_s)
+            return synchronizer.sync_weights(version, deadline_s=timeout_s, absent=absent)
         finally:
-            self._settle(membership.shards, version)
+            self._settle(present, set(synchronizer.absent) - set(absent), version)
 
-    def _watched(self, work: Callable[[], T], shards: Sequence[int]) -> T:
-        """Runs work; when it fails, finds out which shards are dead, so the next try skips them."""
-        try:
-            return work()
-        except BaseException:
-            self._bury(shards)
-            raise
+    def _present(self) -> list[int]:
+        present = self._roster.participants()
+        if not present:
+            raise NoHealthyShardsError("no shard can take part in a refit; restart one first")
+        return present
+
+    def _absent(self, present: Sequence[int]) -> list[int]:
+        return [shard for shard in self._pool.shards if shard not in present]
+
+    def _take_in(self, synchronizer: WeightSynchronizer) -> None:
+        """Makes known which engines were replaced; they hold no plan, no group and old weights."""
+        for shard in sorted(self._replaced & set(self._roster.participants())):
+            synchronizer.replace_shard(shard, self._shards[self._pool.shards.index(shard)])
+            self._replaced.discard(shard)
 
     def _bury(self, shards: Sequence[int]) -> list[int]:
+        """Finds out which shards are dead, so that the next try skips them; returns the others."""
         answers = self._pool.ask(shards, "is_alive", timeout_s=self._limits.call_s)
         for shard, answer in answers.items():
             if answer.dead:
                 self._roster.died(shard, answer.error or "died")
         return [shard for shard in shards if not answers[shard].dead]
 
-    def _settle(self, shards: Sequence[int], version: int) -> None:
-        """Tells the roster about every shard, by what the shard's own engine says."""
+    def _settle(self, shards: Sequence[int], lost: set[int], version: int) -> None:
+        """Tells the roster about every shard, by what the shard's own engine says.
+
+        A shard that was lost is taken for dead, also when it is only frozen: it missed a version,
+        and comes back by a restart.
+        """
         synchronizer = self._current()
-        alive = self._bury(shards)
+        for shard in sorted(lost):
+            self._roster.died(shard, f"lost in the refit of version {version}")
+        alive = self._bury([shard for shard in shards if shard not in lost])
         held = self._pool.ask(alive, "refit_unfinished", timeout_s=self._limits.call_s)
+        versions = synchronizer.shard_versions
+        some_committed = any(versions[shard] == version for shard in shards)
         for shard in alive:
-            if held[shard].value is not False:
-                self._roster.torn(shard)
-            elif synchronizer.shard_versions[shard] == version:
+            whole = held[shard].value is False
+            if whole and versions[shard] == version:
                 self._roster.refitted(shard, version)
+            elif not whole or some_committed:
+                self._roster.torn(shard)
 
 
 class _Exclusive:

@@ -24,6 +24,7 @@ from generation.outputs import Completion, combine, combine_texts, completion_of
 from generation.pause import REFIT
 from generation.prompts import format_prompt_for_vllm_generation
 from weight_sync.errors import ConfigError, EngineStateError
+from weight_sync.messages import Status, encode
 
 
 class SyncEngineActor(EngineActor):
@@ -44,6 +45,8 @@ class SyncEngineActor(EngineActor):
         from vllm import LLM
 
         self._engine = LLM(**self.arguments(device_ids))
+        # From here on the workers keep, across sleep, what refits do not bring.
+        self.weight_sync_call(encode(Status()))
         self._label_engine()
         return True
 
@@ -97,6 +100,10 @@ class SyncEngineActor(EngineActor):
 
     def _require_whole(self) -> None:
         self.require_ready()
+        if self._engine.llm_engine.is_sleeping():
+            raise EngineStateError(
+                f"shard {self.shard} is asleep; call prepare_for_generation() before generating"
+            )
         if self._refitting:
             raise EngineStateError(
                 f"the last refit of shard {self.shard} did not finish; refit it before generating"

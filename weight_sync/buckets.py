@@ -38,8 +38,8 @@ class Buckets:
 def cut(piece_bytes: I64, unit: NDArray[np.int32], limit: int) -> Buckets:
     """Cuts pieces into buckets of at most ``limit`` bytes.
 
-    A piece, or a group of neighbours with one unit, that is larger than the limit gets a bucket of its
-    own; units are never split.
+    A piece, or a group of neighbours with one unit, that is larger than the limit gets a bucket of
+    its own; units are never split.
 
     Args:
         piece_bytes: int64 ``[n]`` bytes per piece, in stream order.

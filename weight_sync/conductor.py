@@ -262,8 +262,10 @@ class Conductor:
 
     def close(self) -> None:
         """Closes connections and the rendezvous; call it after everybody left or was aborted."""
-        for peer in [*self._trainers.values(), *self._workers.values()]:
-            peer.close()
+        for trainer in self._trainers.values():
+            trainer.close()
+        for worker in self._workers.values():
+            worker.close()
         self._host.close()
 
 

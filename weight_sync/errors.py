@@ -1,7 +1,7 @@
 """The one tree of errors this library raises.
 
-Every message names what is known (stage, version, epoch, ranks) and ends with the way out, so that a
-person reading only the last line of a log knows what to do next.
+Every message names what is known (stage, version, epoch, ranks) and ends with the way out, so that
+a person reading only the last line of a log knows what to do next.
 """
 
 from __future__ import annotations

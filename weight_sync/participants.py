@@ -25,6 +25,7 @@ from weight_sync.messages import (
 )
 from weight_sync.quantize.wanted import QuantSpec
 from weight_sync.trainer.peer import TrainerPeer
+from weight_sync.wire.address import Address
 
 Reply = TypeVar("Reply", bound=Message)
 T = TypeVar("T")
@@ -44,8 +45,13 @@ class TrainerRanks:
         self.peers = tuple(TrainerPeer(t.rank, t.address) for t in infos)
         self.epoch = -1
 
+    @property
+    def addresses(self) -> dict[str, Address]:
+        """Where each rank listens, by name."""
+        return {peer.name: t.address for peer, t in zip(self.peers, self.infos, strict=True)}
+
     def reconnect(self) -> None:
-        """Replaces all connections: after a failure they may be broken, or wait for late replies."""
+        """Replaces all connections: after a failure they may be broken or wait for late replies."""
         for peer in self.peers:
             peer.close()
         self.peers = tuple(TrainerPeer(t.rank, t.address) for t in self.infos)
@@ -104,7 +110,7 @@ class TrainerRanks:
     def release(
         self, version: int, error: str, deadline: Deadline, missing: Collection[str] = ()
     ) -> dict[str, WeightSyncError]:
-        """Tells every rank but the missing that the refit ended, and how; returns who was not told."""
+        """Tells every rank but the missing how the refit ended; returns who was not told."""
         _, errors = run_all(
             {p.name: p for p in self.peers if p.name not in missing},
             lambda p: p.call(Release(version, error), Done, deadline, "release", version),

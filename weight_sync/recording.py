@@ -1,8 +1,8 @@
 """What one engine worker's loaders read and write: source slice -> parameter slice.
 
-A recording is made by running the engine's own loader on storage-less tensors (``worker/record.py``).
-It contains no data and no addresses, so workers with the same slices have equal recordings, and the
-plan is computed once for all of them.
+A recording is made by running the engine's own loader on storage-less tensors
+(``worker/record.py``). It contains no data and no addresses, so workers with the same slices have
+equal recordings, and the plan is computed once for all of them.
 """
 
 from __future__ import annotations

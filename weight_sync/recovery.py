@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from weight_sync.errors import (
     DeadlineError,
@@ -13,7 +14,9 @@ from weight_sync.errors import (
     WeightSyncError,
 )
 from weight_sync.fanout import located
-from weight_sync.rollcall import Missing
+from weight_sync.messages import AbortGroups, encode
+from weight_sync.rollcall import Missing, roll_call
+from weight_sync.wire.address import Address
 
 _WORKER = re.compile(r"shard (\d+)\b")
 _FATAL = "trainer"
@@ -27,6 +30,47 @@ _NEW_SHARD = "restart the shard and give it to replace_shard(), then refit"
 def shards_of(names: Iterable[str]) -> set[int]:
     """Shards that participants such as ``"shard 1 worker 0"`` belong to."""
     return {int(found[1]) for name in names if (found := _WORKER.match(name))}
+
+
+@dataclass(frozen=True)
+class Stock:
+    """What is left after a failed attempt.
+
+    Attributes:
+        missing: Who did not answer.
+        reached: Shards of which every worker answered.
+    """
+
+    missing: Missing
+    reached: frozenset[int]
+
+
+def take_stock(
+    trainers: Mapping[str, Address],
+    controls: Mapping[str, tuple[Address, int]],
+    epoch: int,
+    frozen: Collection[str],
+    reason: str,
+    seconds: float,
+) -> Stock:
+    """Ends what others still do for a failed attempt, and asks who is left.
+
+    Args:
+        trainers: Where trainer ranks listen.
+        controls: Where workers answer, and since which epoch.
+        epoch: The epoch that failed.
+        frozen: Participants that are known to be frozen already.
+        reason: Why the attempt failed.
+        seconds: How long an answer may take.
+    """
+    workers = {name: address for name, (address, _) in controls.items()}
+    asked = {n: a for n, a in {**trainers, **workers}.items() if n not in frozen}
+    found = roll_call(asked, seconds, encode(AbortGroups(epoch, reason)))
+    # An address of an earlier epoch may be closed because its worker has a new one.
+    dead = {n for n in found.dead if n not in controls or controls[n][1] == epoch}
+    missing = Missing(frozenset(dead), found.frozen.union(frozen))
+    reached = shards_of(workers) - shards_of(found.names) - shards_of(frozen)
+    return Stock(missing, frozenset(reached))
 
 
 def fatal(missing: Missing) -> bool:

@@ -61,6 +61,8 @@ def roll_call(
         stop: Ends the call early; who did not answer until then is not missing.
     """
     context = zmq.Context()
+    # What cannot be delivered to the dead must not keep anybody.
+    context.linger = 0
     try:
         return _ask(context, addresses, seconds, tell, stop or threading.Event())
     finally:

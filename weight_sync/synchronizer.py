@@ -1,9 +1,9 @@
-"""The one call a trainer makes after each optimizer step: push the new weights into every engine."""
+"""The one call a trainer makes after each optimizer step: push new weights into every engine."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from msgspec import structs
@@ -19,24 +19,21 @@ from weight_sync.fanout import raise_first
 from weight_sync.manifest import Manifest
 from weight_sync.membership import Membership, MembershipTracker
 from weight_sync.messages import (
-    AbortGroups,
     Attached,
     Detach,
     Done,
     TrainerEndpointInfo,
-    encode,
 )
 from weight_sync.negotiation import negotiate
 from weight_sync.participants import Shards, TrainerRanks, raise_shards
 from weight_sync.plan import DEFAULT_BUCKET_BYTES, Plan
 from weight_sync.progress import Progress
 from weight_sync.quantize.wanted import QuantSpec
-from weight_sync.recovery import explain, shards_of, worth_retrying
+from weight_sync.recovery import explain, shards_of, take_stock, worth_retrying
 from weight_sync.refit import commit_version
 from weight_sync.replicas import check_replicas
 from weight_sync.report import STAGES, RefitReport
-from weight_sync.rollcall import Missing, Vigil, roll_call
-from weight_sync.transports.groups import trainer_name
+from weight_sync.rollcall import Missing, Vigil
 from weight_sync.transports.registry import GROUPED, check_transport
 from weight_sync.wire.address import Address
 
@@ -58,8 +55,8 @@ class WeightSynchronizer:
         stage_bytes: Most memory that broadcast and reshard may use on each worker to receive into;
             what is free if None. Where a worker's weights do not fit, they arrive in rounds while
             generation is paused.
-        retry_survivors: Whether a refit that lost engine shards, or a connection, is tried once more
-            without the lost ones.
+        retry_survivors: Whether a refit that lost engine shards, or a connection, is tried once
+            more without the lost ones.
         silence_s: A participant that does not even say that it runs for so long is frozen: it is
             not waited for until the deadline.
 
@@ -289,11 +286,12 @@ class WeightSynchronizer:
 
         Args:
             version: Grows with every call, and past every version that engines hold.
-            verify: Compare digests of every tensor on every worker before the version counts. Shards
-                that may hold mixed weights are verified in any case.
+            verify: Compare digests of every tensor on every worker before the version counts.
+                Shards that may hold mixed weights are verified in any case.
             deadline_s: Longest time the refit may take, with a retry if there is one.
-            absent: Shards that do not take part, from now on; None leaves that as it is. Shards that
-                a refit loses are absent until this names them no more, or they are replaced.
+            absent: Shards that do not take part, from now on; None leaves that as it is. Shards
+                that a refit loses are absent until a call leaves them out here, or they are
+                replaced.
 
         Raises:
             RefitError: Naming stage, version, epoch and ranks. If live bytes may have changed,
@@ -333,18 +331,19 @@ class WeightSynchronizer:
         self, version: int, verify: bool, deadline: Deadline, progress: Progress
     ) -> RefitReport:
         """Tries, and once more without the lost if that can help."""
-        self._shards.gone.clear()
         self._missing = Missing()
         first: Exception | None = None
         while True:
             attempt = deadline.sooner(deadline.seconds)
+            frozen: set[str] = set()
+            self._shards.gone.clear()
             try:
-                with Vigil(self._addresses, self._silence, lambda _, end=attempt.end: end()):
+                with Vigil(self._addresses, self._silence, partial(_froze, frozen, attempt)):
                     report = self._attempt(version, verify, attempt, progress, first is None)
             except Exception as error:
-                failed, again = self._give_up(error, version)
+                failed, again = self._give_up(error, version, frozen, first is None)
             except BaseException as error:
-                self._give_up(RuntimeError(repr(error)), version)
+                self._give_up(RuntimeError(repr(error)), version, frozen, False)
                 raise
             else:
                 return structs.replace(
@@ -359,32 +358,38 @@ class WeightSynchronizer:
 
     def _addresses(self) -> dict[str, Address]:
         """Where everybody answers who is known to."""
-        trainers = {trainer_name(t.rank): t.address for t in self._trainers.infos}
         controls = dict(self._controls.addresses)
-        return trainers | {name: address for name, (address, _) in controls.items()}
+        return self._trainers.addresses | {name: at for name, (at, _) in controls.items()}
 
-    def _give_up(self, error: Exception, version: int) -> tuple[Exception, bool]:
+    def _give_up(
+        self, error: Exception, version: int, frozen: Collection[str], first: bool
+    ) -> tuple[Exception, bool]:
         """Ends what others still do for a failed attempt and finds out who is missing.
 
         Returns:
             What to raise, and whether the survivors may try again.
         """
         self._tracker.invalidate()
-        epoch = self._tracker.epoch
-        tell = encode(AbortGroups(epoch, f"the refit of version {version} failed: {error}"))
-        missing = roll_call(self._addresses(), min(self._silence, _FAREWELL_SECONDS), tell)
-        # An address of an earlier epoch may be closed because its worker has a new one.
-        known = self._controls.addresses
-        current = {n for n in missing.dead if n not in known or known[n][1] == epoch}
-        self._missing = missing = Missing(frozenset(current), missing.frozen)
-        lost = (shards_of(missing.names) | self._shards.gone) - self._absent
+        stock = take_stock(
+            self._trainers.addresses,
+            self._controls.addresses,
+            self._tracker.epoch,
+            frozen,
+            f"the refit of version {version} failed: {error}",
+            min(self._silence, _FAREWELL_SECONDS),
+        )
+        self._missing = stock.missing
+        # A shard whose workers answer may only have lost a connection, unless that happens again.
+        gone = self._shards.gone - stock.reached if first else self._shards.gone
+        lost = (shards_of(stock.missing.names) | gone) - self._absent
         self._absent |= lost
         self._trainers.reconnect()
-        again = self._retry_survivors and worth_retrying(error, missing, lost)
+        again = self._retry_survivors and worth_retrying(error, stock.missing, lost)
         if len(self._absent) == len(self._shards.all):
             # Without anybody left there is nothing to retry; the next call asks everybody again.
             self._absent, again = frozenset(), False
-        return explain(error, missing, self._stage_name, version, epoch), again
+        epoch = self._tracker.epoch
+        return explain(error, stock.missing, self._stage_name, version, epoch), again
 
     def _attempt(
         self, version: int, verify: bool, deadline: Deadline, progress: Progress, first: bool
@@ -487,3 +492,9 @@ class WeightSynchronizer:
             self._conductor.dismiss()
             self._conductor.close()
         self._trainers.close()
+
+
+def _froze(found: set[str], attempt: Deadline, names: Collection[str]) -> None:
+    """Ends an attempt in which somebody froze: what it waits for will not come."""
+    found.update(names)
+    attempt.end()

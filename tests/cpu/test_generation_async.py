@@ -174,6 +174,27 @@ def test_a_refit_without_a_version_takes_the_next_one(fleet: Fleet):
     assert future.result(60).version == version
 
 
+def test_groups_are_built_and_rebuilt_for_the_members_alone(fleet: Fleet):
+    both = Membership(1, 1, (0, 1), 1)
+    (built,) = fleet.gen.init_collective("127.0.0.1", 0, 3, train_world_size=1)
+    assert built.result(60).shards == (0, 1)
+    try:
+        (rebuilt,) = fleet.gen.rebuild_collective(Membership(2, 1, (1,), 1), "127.0.0.1", 0)
+        assert rebuilt.result(60).shards == (1,)
+        version = fleet.refit(transport="broadcast")
+        stamps = {a.leader: a.spans[0].weight_version for a in (ask(fleet.gen, [3]) for _ in "ab")}
+        assert stamps[1] == version
+        (rebuilt,) = fleet.gen.rebuild_nccl_reshard_comm_group(both, ["127.0.0.1"], [0], 1, 1, 3)
+        assert rebuilt.result(60).shards == (0, 1)
+    finally:
+        fleet.gen.set_refit_membership(both)
+    (built,) = fleet.gen.init_nccl_reshard_comm_group(["127.0.0.1"], [0], 1, 1, 3)
+    assert built.result(60).workers == 2
+    version = fleet.refit(transport="reshard")
+    stamps = {a.leader: a.spans[0].weight_version for a in (ask(fleet.gen, [3]) for _ in "ab")}
+    assert stamps == {0: version, 1: version}
+
+
 def test_a_second_refit_while_one_runs_is_refused(fleet: Fleet):
     fleet.refit()
     fleet.version += 1
@@ -191,7 +212,7 @@ def test_a_trainer_that_never_publishes_fails_the_refit_and_leaves_the_engines_s
 ):
     version = fleet.refit()
     (future,) = fleet.gen.update_weights_via_ipc_zmq(refit_timeout_s=1)
-    with pytest.raises(DeadlineError, match="trainer 0 .* publish"):
+    with pytest.raises(DeadlineError, match=r"trainer 0 .*publish"):
         future.result(60)
     stamps = {a.leader: a.spans[0].weight_version for a in (ask(fleet.gen, [3]) for _ in "ab")}
     assert stamps == {0: version, 1: version}

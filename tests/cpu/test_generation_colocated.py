@@ -85,7 +85,7 @@ def test_a_refit_into_sleeping_weights_is_refused(wide: Fleet):
     assert wide.gen.finish_generation() is True
     version = wide.publish()
     (future,) = wide.gen.update_weights_via_ipc_zmq(version=version)
-    with pytest.raises(Exception, match="are asleep; wake them"):
+    with pytest.raises(Exception, match="asleep, so version"):
         future.result(WAIT_S)
     assert wide.gen.prepare_for_generation() is True
     assert ask(wide.gen, [3]).spans[0].weight_version == version - 1

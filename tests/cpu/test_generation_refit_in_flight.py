@@ -15,13 +15,14 @@ pytestmark = pytest.mark.timeout(240)
 STREAMS = 16
 
 
+@pytest.mark.parametrize("transport", ["ipc", "broadcast", "reshard"])
 def test_a_refit_in_flight_switches_version_and_tokens_at_the_same_place(
-    fleet: Fleet, fresh: FreshEngine
+    fleet: Fleet, fresh: FreshEngine, transport: str
 ):
-    before = fleet.refit(weights=5)
+    before = fleet.refit(5, transport)
     running = InFlight(fleet.gen, prompts(STREAMS))
     time.sleep(0.4)
-    after = fleet.refit()
+    after = fleet.refit(transport=transport)
     answers = running.answers()
     crossed = [a for a in answers if [s.weight_version for s in a.spans] == [before, after]]
     assert crossed, [a.spans for a in answers]

@@ -11,7 +11,7 @@ import pytest
 
 from bench.models import config, random_weights
 from bench.quantized_models import FORMATS, is_quantized, write_quantized
-from tests.harness.cpu_quantized import QuantizedRank
+from tests.harness.cpu_quantized import OnlineRank, QuantizedRank
 from tests.harness.engines import Engine
 from tests.harness.oracle import Oracle
 from tests.harness.trainers import Trainers, TrainerSpec
@@ -108,3 +108,21 @@ def test_engine_wants_exactly_the_matrices_its_checkpoint_holds_quantized(
         assert {spec.format for spec in synchronizer.wanted} == {FORMATS[running.form]}
         synchronizer.shutdown()
     assert names == sorted(n for n in random_weights(config(MODEL), 0) if is_quantized(n))
+
+
+def test_engine_that_quantizes_online_takes_bf16_and_equals_a_fresh_one(oracle: Oracle) -> None:
+    with (
+        Engine(oracle.random(MODEL, 0), 1, OnlineRank) as engine,
+        Trainers(TrainerSpec(config(MODEL), "fsdp", 2)) as trainers,
+    ):
+        synchronizer = WeightSynchronizer(trainers.infos, [engine.ready()], deadline_s=30)
+        for version, weights in ((1, 1), (2, 0), (3, 0)):
+            trainers.publish(version, weights)
+            report = synchronizer.sync_weights(version)
+            truth = oracle.truth(oracle.random(MODEL, weights), 1, OnlineRank)
+            assert report.verified
+            assert truth.differences(engine) == [[]]
+            assert engine.generate() == truth.generated
+        assert synchronizer.wanted == ()
+        assert report.modes["processed"] >= 8
+        synchronizer.shutdown()

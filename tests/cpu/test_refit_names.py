@@ -1,4 +1,4 @@
-"""Case B09: a text trainer and a multimodal engine; names that nobody wants are listed, not skipped."""
+"""Case B09: a text trainer and a multimodal engine; unwanted names are listed, not skipped."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from bench.models import Config, config
+from tests.harness.contract import plain_model
 from tests.harness.faults import Faults, register_faulty
 from tests.harness.local import LocalShard
-from tests.harness.contract import plain_model
 from tests.harness.standin_models import fused
 from tests.harness.trainers import Trainers, TrainerSpec
 from weight_sync.synchronizer import WeightSynchronizer

@@ -1,4 +1,4 @@
-"""Case B59: planning a large MoE takes seconds once, grows linearly, and nothing on the next refit."""
+"""Case B59: planning a large MoE takes seconds once, grows linearly, and is not repeated."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def expert_parallel_worker(layers: int, rank: int) -> StandinModel:
     return StandinModel([Unit(f"l{i}.experts", shapes) for i in range(layers)], loaders)
 
 
-def _into(number: int, part: str):  # noqa: ANN202 - a loader
+def _into(number: int, part: str):
     def load(tensors: Tensors, loaded: torch.Tensor) -> None:
         if part == "down":
             tensors["w2"][number].copy_(loaded)

@@ -1,4 +1,4 @@
-"""Case B40: sockets of two jobs never meet, and a directory that cannot hold them is an early error."""
+"""Case B40: sockets of two jobs never meet; a directory that cannot hold them is refused."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class StockEngine:
 def stock_engine(folder: Path) -> Child:
     unset = (*INSECURE, "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD")
     env = {"VLLM_LOGGING_LEVEL": "ERROR", **dict.fromkeys(unset)}
-    return Child(StockEngine, str(folder), env=env, start_seconds=150, daemon=False)
+    return Child(StockEngine, str(folder), env=env, start_seconds=150, daemon=False, vllm=True)
 
 
 def test_stock_settings_suffice(oracle: Oracle) -> None:

@@ -90,7 +90,9 @@ def layered(count: int, width: int) -> StandinModel:
         shapes = {n: ((width,), torch.uint8) for n in names}
         units.append(Unit(unit, shapes, post_load=reverse))
         loaders |= {f"{unit}.{n}": [(unit, copies(n))] for n in names}
-    zeros = {f"layer{i}.{n}": torch.zeros(width, dtype=torch.uint8) for i in range(count) for n in names}
+    zeros = {
+        f"layer{i}.{n}": torch.zeros(width, dtype=torch.uint8) for i in range(count) for n in names
+    }
     return StandinModel(units, loaders).load(zeros)
 
 
@@ -158,9 +160,14 @@ def test_b38_a_slow_second_worker_never_reads_the_next_bucket(packing: str) -> N
 def test_tensors_of_one_unit_travel_in_one_bucket(packing: str) -> None:
     """A value and its scale; see ``TensorSpec.unit``."""
     full = {n: torch.full((256,), i, dtype=torch.uint8) for i, n in enumerate("wxyz")}
-    held = {n: Held((256,), "uint8", whole(t).parts, "pair" if n in "wz" else "") for n, t in full.items()}
+    held = {
+        n: Held((256,), "uint8", whole(t).parts, "pair" if n in "wz" else "")
+        for n, t in full.items()
+    }
     with connecting(packing) as connect:
-        setup = connect([held], [plain_model({n: t + 9 for n, t in full.items()})], bucket_bytes=256)
+        setup = connect(
+            [held], [plain_model({n: t + 9 for n, t in full.items()})], bucket_bytes=256
+        )
         setup.sync(1)
         assert all(torch.equal(setup.value(n), t) for n, t in full.items())
         assert setup.faults[0].seen.count("bucket 2") == 1

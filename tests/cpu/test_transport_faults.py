@@ -49,13 +49,8 @@ def test_b41_worker_that_raises_at_set_up_fails_the_refit_before_anything_change
         assert setup.value("first", 1).unique().tolist() == [1]
 
 
-@pytest.mark.parametrize("stage", ["bucket 0", "bucket 1", "last bucket"])
-def test_b41_worker_that_raises_in_the_transfer_makes_the_shard_stale_until_the_next_refit(
-    hooked: str, stage: str
-) -> None:
-    if hooked == "ipc" and stage == "bucket 1":
-        pytest.skip("direct pulls are one bucket")
-    with connecting(hooked) as connect:
+def expect_stale_until_the_next_refit(name: str, stage: str) -> None:
+    with connecting(name) as connect:
         setup, source = two_workers(connect)
         setup.sync(1)
         setup.faults[1].actions[stage] = ("raise", "worker says no")
@@ -69,6 +64,19 @@ def test_b41_worker_that_raises_in_the_transfer_makes_the_shard_stale_until_the_
         setup.sync(3)
         assert not setup.synchronizer.is_stale
         assert setup.value("first", 1).unique().tolist() == [2]
+
+
+@pytest.mark.parametrize("stage", ["bucket 0", "last bucket"])
+def test_b41_worker_that_raises_in_the_transfer_makes_the_shard_stale_until_the_next_refit(
+    hooked: str, stage: str
+) -> None:
+    expect_stale_until_the_next_refit(hooked, stage)
+
+
+def test_b41_worker_that_raises_between_buckets_makes_the_shard_stale_until_the_next_refit(
+    packing: str,
+) -> None:
+    expect_stale_until_the_next_refit(packing, "bucket 1")
 
 
 def test_b41_a_failed_refit_releases_every_trainer_rank_with_the_reason(hooked: str) -> None:

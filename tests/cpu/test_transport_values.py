@@ -96,9 +96,7 @@ def test_interleaved_regions_of_two_ranks_arrive_in_their_places(transport: str)
     full = torch.arange(24, dtype=torch.float32).reshape(6, 4)
     sources = []
     for rank in range(2):
-        parts = [
-            (Box((row, 0), (1, 4)), full[row : row + 1].clone()) for row in range(rank, 6, 2)
-        ]
+        parts = [(Box((row, 0), (1, 4)), full[row : row + 1].clone()) for row in range(rank, 6, 2)]
         sources.append({"t": Held((6, 4), "float32", parts)})
     with connecting(transport) as connect:
         setup = connect(sources, [plain_model({"t": torch.zeros(6, 4)})])

@@ -85,7 +85,7 @@ def test_every_worker_equals_a_fresh_one_that_loaded_the_version(
     trainers: Trainers | MegatronTrainers, fleet: Fleet, transport: str
 ) -> None:
     synchronizer = WeightSynchronizer(
-        trainers.infos, fleet.shards, transport=transport, deadline_s=30, bucket_bytes=BUCKET
+        trainers.infos, fleet.shards, transport=transport, deadline_s=60, bucket_bytes=BUCKET
     )
     for weights in (1, 2):
         version = next(VERSIONS)
@@ -105,7 +105,7 @@ def test_each_pipeline_stage_has_a_group_of_its_own() -> None:
         ProcessShard(Worker, [(0, 1)]) as shard,
     ):
         synchronizer = WeightSynchronizer(
-            trainers.infos, [shard], transport="reshard", deadline_s=30, bucket_bytes=BUCKET
+            trainers.infos, [shard], transport="reshard", deadline_s=60, bucket_bytes=BUCKET
         )
         trainers.publish(1, 1)
         synchronizer.sync_weights(1)

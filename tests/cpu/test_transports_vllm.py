@@ -41,7 +41,7 @@ def test_engine_equals_a_fresh_one_at_v1_and_again_at_v0(
         trainers.infos,
         [engine],
         transport=transport,
-        deadline_s=30,
+        deadline_s=60,
         bucket_bytes=20_000,
         stage_bytes=stage_bytes,
     )

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.timeout(60)
 
 SCALED = {"layer.weight": (8, 8), "layer.scale": (8,)}
 LATENT = {"layer.kv_b_proj.weight": (16, 8)}
-BLOCKED = {
-    f"layer.experts.{e}.{half}": (32, 64) for e in range(8) for half in ("gate", "up")
-} | {"norm.weight": (4,)}
+BLOCKED = {f"layer.experts.{e}.{half}": (32, 64) for e in range(8) for half in ("gate", "up")} | {
+    "norm.weight": (4,)
+}
 RECURRENT = {"layer.A_log": (8,), "layer.D": (8,), "layer.dt_bias": (8,)}
 SHARING = {"layer.gate.weight": (64, 4), "layer.gate.bias": (64,), "layer.experts.weight": (64, 4)}
 
@@ -94,7 +94,9 @@ def test_b22_a_parameter_computed_while_loading_is_computed_once() -> None:
         for seed in (1, 2):
             case.sync(seed)
             full = case.checkpoint(seed)
-            assert torch.equal(torch.tensor(case.ask("value", "layer.A")), -full["layer.A_log"].exp())
+            assert torch.equal(
+                torch.tensor(case.ask("value", "layer.A")), -full["layer.A_log"].exp()
+            )
             assert case.ask("value", "layer.D") == full["layer.D"].tolist()
             assert case.ask("value", "layer.dt_bias") == full["layer.dt_bias"].tolist()
             case.expect_fresh(seed)

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from tests.harness.layer_case import LayerCase
-from weight_sync.errors import CoverageError, WeightSyncError
+from tests.harness.trainers import Holder
+from weight_sync.errors import CoverageError, LayoutError, WeightSyncError
+from weight_sync.sources.module import ModuleSource
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -22,6 +24,10 @@ class RouterCase(LayerCase):
     def checkpoint(self, seed: int) -> dict[str, torch.Tensor]:
         full = super().checkpoint(seed)
         return {GATE: full[GATE].to(torch.bfloat16), BIAS: VALUES + seed}
+
+    @staticmethod
+    def start() -> dict[str, torch.Tensor]:
+        return {GATE: torch.ones(8, 4, dtype=torch.bfloat16), BIAS: VALUES.clone()}
 
 
 def chosen(bias: torch.Tensor) -> set[int]:
@@ -65,12 +71,16 @@ def test_b13_a_bias_that_nobody_sends_is_refused() -> None:
 
 
 def test_b13_a_dtype_that_changed_after_the_manifest_is_refused_before_anything_changes() -> None:
-    with RouterCase("router", ROUTER) as case:
-        case.sync(1)
+    module = Holder(RouterCase.start())
+    with RouterCase("router", ROUTER, source=ModuleSource(module)) as case:
+        case.trainers.publish(1)
+        case.synchronizer.sync_weights(1)
         before = case.ask("dump")
-        regions = case.source.regions
-        at = next(i for i, t in enumerate(regions) if t.dtype == torch.float32)
-        regions[at] = regions[at].to(torch.bfloat16)
-        with pytest.raises(WeightSyncError, match="bfloat16"):
-            case.sync(2)
+        gate = module.layer.gate
+        shorter = gate.e_score_correction_bias.detach().to(torch.bfloat16)
+        gate.e_score_correction_bias = torch.nn.Parameter(shorter)
+        with pytest.raises(LayoutError, match=r"bfloat16.*float32"):
+            case.trainers.publish(2)
+        with pytest.raises(WeightSyncError, match="publish"):
+            case.synchronizer.sync_weights(2, deadline_s=0.5)
         assert case.ask("dump") == before

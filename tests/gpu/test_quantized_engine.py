@@ -59,7 +59,7 @@ class Case:
     graphs: bool = True
 
     def __str__(self) -> str:
-        words = [self.form, "online" if self.online else "", self.model.removeprefix("tiny-fp8")]
+        words = [self.form, "online" if self.online else "", self.model[len(DENSE) + 1 :]]
         return "-".join([*filter(None, words), "graphs" if self.graphs else "eager"])
 
 

@@ -38,9 +38,7 @@ def prepare(name: str, patch: pytest.MonkeyPatch) -> None:
 
 def plain_model(tensors: Mapping[str, torch.Tensor]) -> StandinModel:
     """One direct unit per tensor, holding the tensors' values."""
-    units = [
-        Unit(name, {"weight": (tuple(t.shape), t.dtype)}) for name, t in tensors.items()
-    ]
+    units = [Unit(name, {"weight": (tuple(t.shape), t.dtype)}) for name, t in tensors.items()]
     model = StandinModel(units, {name: [(name, copies("weight"))] for name in tensors})
     return model.load(tensors)
 
@@ -75,7 +73,7 @@ Connect = Callable[..., Setup]
 
 
 @contextmanager
-def connecting(transport: str):  # noqa: ANN201 - a generator of one function
+def connecting(transport: str):
     """Gives a function that builds a :class:`Setup`; everything is closed afterwards."""
     made: list[Setup] = []
 

@@ -78,3 +78,11 @@ class QuantizedRank(EngineRank):
     def __init__(self, folder: str, rank: int, tp: int, port: int) -> None:
         register_kernels()
         super().__init__(folder, rank, tp, port)
+
+
+class OnlineRank(EngineRank):
+    """An engine worker that reads a bf16 checkpoint and quantizes it to MXFP8 by itself."""
+
+    def __init__(self, folder: str, rank: int, tp: int, port: int) -> None:
+        register_kernels()
+        super().__init__(folder, rank, tp, port, quantization="mxfp8")

@@ -1,7 +1,7 @@
 """What the weights of a vLLM worker are, in a form that can be compared bit by bit.
 
-On CPU vLLM packs linear weights into closures, so next to all live tensors the dump holds what every
-packed linear makes of one fixed input.
+On CPU vLLM packs linear weights into closures, so next to all live tensors the dump holds what
+every packed linear makes of one fixed input.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ Generated = list[tuple[tuple[int, ...], tuple[float, ...]]]
 class EngineRank:
     """One vLLM ``LLM`` inside its process."""
 
-    def __init__(self, folder: str, rank: int, tp: int, port: int) -> None:
-        options: dict[str, object] = {}
+    def __init__(self, folder: str, rank: int, tp: int, port: int, **options: object) -> None:
         if tp > 1:
             os.environ.update(
                 RANK=str(rank),
@@ -32,7 +31,7 @@ class EngineRank:
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(port),
             )
-            options = {
+            options |= {
                 "tensor_parallel_size": tp,
                 "distributed_executor_backend": "external_launcher",
             }
@@ -113,7 +112,7 @@ class Engine:
             **dict.fromkeys(INSECURE),
         }
         self.ranks = [
-            Child(rank_class, str(folder), rank, tp, port, env=env, start_seconds=120)
+            Child(rank_class, str(folder), rank, tp, port, env=env, start_seconds=120, vllm=True)
             for rank in range(tp)
         ]
 

@@ -100,13 +100,18 @@ class Fleet:
         self.trainers.publish(self.version, weights)
         return self.version
 
-    def refit(self, weights: int = NEW) -> int:
+    def refit(self, weights: int = NEW, transport: str = "ipc") -> int:
         """Refits all participants and returns the version."""
+        calls = {
+            "ipc": self.gen.update_weights_via_ipc_zmq,
+            "broadcast": self.gen.update_weights_from_collective,
+            "reshard": self.gen.nccl_reshard_refit,
+        }
         version = self.publish(weights)
-        (future,) = self.gen.update_weights_via_ipc_zmq(version=version)
+        (future,) = calls[transport](version=version)
         report = future.result(WAIT_S)
         assert report.verified
-        assert report.version == version
+        assert (report.version, report.transport) == (version, transport)
         return version
 
 

@@ -7,6 +7,7 @@ import torch
 from tests.harness.local import LocalTrainers
 from tests.harness.shards import ProcessShard
 from tests.harness.sources import BoxSource, whole
+from weight_sync.sources.base import WeightSource
 from weight_sync.synchronizer import WeightSynchronizer
 
 Checkpoint = dict[str, torch.Tensor]
@@ -22,12 +23,19 @@ def worker(kind: str, checkpoint: Checkpoint) -> object:
 class LayerCase:
     """One layer model in a worker process and a trainer in this process."""
 
-    def __init__(self, kind: str, names: dict[str, tuple[int, ...]], **options: object) -> None:
+    def __init__(
+        self,
+        kind: str,
+        names: dict[str, tuple[int, ...]],
+        *,
+        source: WeightSource | None = None,
+        **options: object,
+    ) -> None:
         self._shapes = names
         self._held = self.checkpoint(0)
-        self.shard = ProcessShard(worker, [(kind, self.checkpoint(0))])
-        self.source = BoxSource({n: whole(t) for n, t in self._held.items()})
-        self.trainers = LocalTrainers([self.source])
+        self.shard = ProcessShard(worker, [(kind, self.checkpoint(0))], vllm=True)
+        held = BoxSource({n: whole(t) for n, t in self._held.items()})
+        self.trainers = LocalTrainers([held if source is None else source])
         self.synchronizer = WeightSynchronizer(
             self.trainers.infos,
             [self.shard],

@@ -1,4 +1,4 @@
-"""Trainer ranks and stand-in engine shards inside the test process: real protocol, no start-up time."""
+"""Trainer ranks and stand-in engine shards in the test process: real protocol, no start-up."""
 
 from __future__ import annotations
 

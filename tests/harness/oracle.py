@@ -33,7 +33,7 @@ class Oracle:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._known: dict[tuple[Path, int], Truth] = {}
+        self._known: dict[tuple[Path, int, type], Truth] = {}
 
     def checkpoint(self, key: str, cfg: Config, weights: dict[str, torch.Tensor]) -> Path:
         """Writes a checkpoint once and returns its folder."""
@@ -50,7 +50,7 @@ class Oracle:
 
     def truth(self, folder: Path, tp: int, rank_class: type[EngineRank] = EngineRank) -> Truth:
         """What an engine of ``tp`` workers makes of a checkpoint."""
-        key = (folder, tp)
+        key = (folder, tp, rank_class)
         if key not in self._known:
             with Engine(folder, tp, rank_class) as engine:
                 engine.ready()

@@ -1,6 +1,6 @@
 """Child processes driven over a pipe: engines, stand-in engines and trainer ranks of the tests.
 
-All children are forked from one server that imported vLLM once, so starting one costs milliseconds
+Children are forked from servers that imported torch, or vLLM, once: starting one costs milliseconds
 and none of them has run anything before.
 """
 
@@ -17,9 +17,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
 
-# Imported once by the server that children are forked from. numba must not be among them: vLLM's CPU
-# engine does not start in a process that loaded it.
-_PRELOAD = ["torch", "vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"]
+# Imported once by the servers that children are forked from. numba must not be among them: vLLM's
+# CPU engine does not start in a process that loaded it.
+_TORCH = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor"]
+_VLLM = ["vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"]
 
 
 class ChildError(Exception):
@@ -38,23 +39,29 @@ class ChildGoneError(Exception):
     """A child that died before it answered."""
 
 
-_server = forkserver.ForkServer()
-_server.set_forkserver_preload(_PRELOAD)
+def _server(preload: list[str]) -> forkserver.ForkServer:
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(preload)
+    return server
+
+
+_plain, _with_vllm = _server(_TORCH), _server(_VLLM)
 
 
 def preload(modules: list[str]) -> None:
-    """What the server imports instead; before the first child."""
-    _server.set_forkserver_preload(modules)
+    """What children without vLLM have imported when they start; before the first of them."""
+    _plain.set_forkserver_preload(modules)
 
 
 class _Popen(popen_forkserver.Popen):
-    """Forks from the server above: other tests use the interpreter's own one."""
+    """Forks from one of the servers above: other tests use the interpreter's own one."""
 
-    def _launch(self, process: object) -> None:
+    def _launch(self, process: BaseProcess) -> None:
+        assert isinstance(process, _Process)
         usual = forkserver.connect_to_new_process
-        forkserver.connect_to_new_process = _server.connect_to_new_process
+        forkserver.connect_to_new_process = process.server.connect_to_new_process
         try:
-            super()._launch(process)
+            super()._launch(process)  # type: ignore[misc]
         finally:
             forkserver.connect_to_new_process = usual
 
@@ -62,9 +69,17 @@ class _Popen(popen_forkserver.Popen):
 class _Process(ForkServerProcess):
     """A process started by ``_Popen``."""
 
+    server = _plain
+
     @staticmethod
     def _Popen(process: BaseProcess) -> _Popen:
         return _Popen(process)
+
+
+class _VllmProcess(_Process):
+    """A process that vLLM is loaded in already."""
+
+    server = _with_vllm
 
 
 class Child:
@@ -76,6 +91,7 @@ class Child:
         env: Environment variables set (or, for None, removed) before ``make`` runs.
         start_seconds: How long building may take.
         daemon: Whether the process may have no children of its own.
+        vllm: Whether vLLM is needed in the child.
     """
 
     def __init__(
@@ -85,9 +101,10 @@ class Child:
         env: Mapping[str, str | None] | None = None,
         start_seconds: float = 60,
         daemon: bool = True,
+        vllm: bool = False,
     ) -> None:
         self._pipe, theirs = Pipe()
-        self.process = _Process(
+        self.process = (_VllmProcess if vllm else _Process)(
             target=_serve, args=(make, args, dict(env or {}), theirs), daemon=daemon
         )
         self.process.start()

@@ -14,20 +14,29 @@ class ProcessShard:
     Args:
         make: Builds one worker in its process.
         args: Arguments per worker.
+        vllm: Whether workers need vLLM.
     """
 
     def __init__(
-        self, make: Callable[..., object], args: Sequence[tuple[object, ...]]
+        self,
+        make: Callable[..., object],
+        args: Sequence[tuple[object, ...]],
+        *,
+        vllm: bool = False,
     ) -> None:
         self._make = make
+        self._vllm = vllm
         self._args = list(args)
         self.workers = len(self._args)
-        self.ranks = [Child(make, *a) for a in self._args]
+        self.ranks = [self._start(a) for a in self._args]
 
     def restart(self, rank: int) -> None:
         """Replaces a dead worker."""
         self.ranks[rank].close()
-        self.ranks[rank] = Child(self._make, *self._args[rank])
+        self.ranks[rank] = self._start(self._args[rank])
+
+    def _start(self, args: tuple[object, ...]) -> Child:
+        return Child(self._make, *args, vllm=self._vllm)
 
     def ask(self, method: str, *args: object, seconds: float = 60) -> list[object]:
         """Runs a method on all workers at once and returns their answers."""

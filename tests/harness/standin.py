@@ -1,7 +1,8 @@
 """A stand-in engine: real tensors in fused layout with real loaders, driven by the real agent.
 
-It implements ``EngineModel`` for models that a test builds from units, so that layouts, post-processing
-and faults can be chosen freely. A fresh stand-in that loaded a checkpoint is the oracle.
+It implements ``EngineModel`` for models that a test builds from units, so that layouts,
+post-processing and faults can be chosen freely. A fresh stand-in that loaded a checkpoint is the
+oracle.
 """
 
 from __future__ import annotations

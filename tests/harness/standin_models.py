@@ -1,4 +1,4 @@
-"""Fused dense and MoE stand-ins of a ``bench.models`` configuration, for one tensor parallel worker."""
+"""Fused dense and MoE stand-ins of a ``bench.models`` configuration, for one TP worker."""
 
 from __future__ import annotations
 

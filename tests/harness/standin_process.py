@@ -69,7 +69,5 @@ def standin_shard(
         first_worker: Dense number of the first one in the fleet.
     """
     register_faulty(FAULTY, IpcReceiver, {})
-    args = [
-        (build, (cfg, rank, tp), checkpoint, rank, first_worker + rank) for rank in range(tp)
-    ]
+    args = [(build, (cfg, rank, tp), checkpoint, rank, first_worker + rank) for rank in range(tp)]
     return ProcessShard(StandinWorker, args)

@@ -1,7 +1,7 @@
 """Trainer ranks as processes of their own.
 
-Each rank builds its parameters in a named layout, fills them with the weights of a version and serves
-them through a real ``TrainerEndpoint``.
+Each rank builds its parameters in a named layout, fills them with the weights of a version and
+serves them through a real ``TrainerEndpoint``.
 """
 
 from __future__ import annotations

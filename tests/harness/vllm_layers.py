@@ -1,8 +1,8 @@
 """Small models of vLLM-style layers in a process of their own, installed by the real vLLM side.
 
-The layers do after loading what made public engines lose weights: they derive copies, repack, compute,
-share and keep state. vLLM's own bookkeeping and this library's ``VllmModel`` handle them as they would
-in a worker; a second instance loaded from the same checkpoint is the oracle.
+The layers do after loading what made public engines lose weights: they derive copies, repack,
+compute, share and keep state. vLLM's own bookkeeping and this library's ``VllmModel`` handle them
+as they would in a worker; a second instance loaded from the same checkpoint is the oracle.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Scaled(torch.nn.Module):
         return x @ self.weight * self.interleaved
 
 
-def _interleave(layer: Any) -> None:  # noqa: ANN401
+def _interleave(layer: Any) -> None:
     layer.interleaved = interleave(layer.scale.data)
 
 
@@ -103,7 +103,7 @@ def _load_expert(param: torch.Tensor, loaded: torch.Tensor, expert: int, half: i
     param.data[expert, half * rows : (half + 1) * rows].copy_(loaded)
 
 
-def _block(layer: Any) -> None:  # noqa: ANN401
+def _block(layer: Any) -> None:
     full = layer.w13.data
     blocked = full.reshape(EXPERTS, WIDTH, 4, 16).transpose(1, 2).contiguous()
     layer.w13 = torch.nn.Parameter(blocked, requires_grad=False)
@@ -141,7 +141,7 @@ class Sharing(torch.nn.Module):
         self.experts.quant_method = Method(_flip)
 
 
-def _flip(layer: Any) -> None:  # noqa: ANN401
+def _flip(layer: Any) -> None:
     layer.weight = torch.nn.Parameter(layer.weight.data.flip(0).contiguous(), requires_grad=False)
 
 

@@ -54,8 +54,13 @@ class BoundedCall(Generic[T]):
         finally:
             with self._lock:
                 self._given_up = not self._done.is_set()
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                # Or this frame and the error hold each other, and with them what the call used.
+                del error
         return bool(self._results)
 
     @property

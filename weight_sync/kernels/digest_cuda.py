@@ -60,8 +60,8 @@ class CudaDigest:
             ]
             parts[f"digest_{kernel}"].append(np.stack(columns, axis=1))
         self._sums = torch.zeros(slots, dtype=torch.int64, device=f"cuda:{self._device}")
-        # Pinned, and waited for by an event: a pageable copy keeps the driver's lock until the kernels
-        # are done, and every other thread of the process would wait with it.
+        # Pinned, and waited for by an event: a pageable copy keeps the driver's lock until the
+        # kernels are done, and every other thread of the process would wait with it.
         self._host = torch.zeros(slots, dtype=torch.int64, pin_memory=True)
         self._launches = []
         for function, pieces in parts.items():
@@ -73,6 +73,8 @@ class CudaDigest:
 
     def run(self) -> NDArray[np.uint64]:
         """Computes the digests after the work already on torch's current stream, and waits."""
+        import torch
+
         self._sums.zero_()
         for kernel, tiles in self._launches:
             pointers = [tiles.data_ptr(), self._sums.data_ptr()]

@@ -59,6 +59,20 @@ from weight_sync.trainer.sender import GroupSender
 from weight_sync.trainer.served import Served
 from weight_sync.wire.server import Server
 
+# What errors call the work for a request.
+_STAGES: dict[type, str] = {
+    GetManifest: "plan",
+    Quantize: "plan",
+    SetProgram: "plan",
+    GetExports: "connect",
+    JoinGroups: "connect",
+    AwaitVersion: "publish",
+    StageBucket: "transfer",
+    SendRounds: "transfer",
+    GetDigests: "verify",
+    GetReplicaDigests: "verify",
+}
+
 
 class TrainerEndpoint:
     """Serves one trainer rank's weights to refits.
@@ -209,7 +223,7 @@ class TrainerEndpoint:
         stage = "serve"
         try:
             request = decode_trainer_request(raw)
-            stage = type(request).__name__
+            stage = _STAGES.get(type(request), "control")
             if self._device_index is not None:
                 torch.cuda.set_device(self._device_index)
             return encode(self._answer(request))
@@ -301,7 +315,7 @@ class TrainerEndpoint:
                         version=version,
                         epoch=epoch,
                         ranks=[f"trainer {self.rank}"],
-                        remedy="call publish() on every trainer rank before or during sync_weights()",
+                        remedy="call publish() on every rank before or during sync_weights()",
                     )
             if self._version != version:
                 raise RefitError(

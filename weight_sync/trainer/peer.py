@@ -64,8 +64,8 @@ class TrainerPeer:
             raise to_error(reply, self.name)
         if not isinstance(reply, expect):
             raise WeightSyncError(
-                f"{self.name} answered {type(reply).__name__} where {expect.__name__} was expected; "
-                "trainer and engine run different versions of this library"
+                f"{self.name} answered {type(reply).__name__} where {expect.__name__} was "
+                "expected; trainer and engine run different versions of this library"
             )
         return reply
 

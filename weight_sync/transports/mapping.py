@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from weight_sync.cuda_ipc import OpenHandles, allocation_of
+from weight_sync.cuda_ipc import OpenHandles
 from weight_sync.errors import EnvironmentUnsupportedError
 from weight_sync.identity import device_identity, visible_devices
 from weight_sync.kernels.base import RawBuffer
@@ -71,8 +71,7 @@ class Mapper:
         if self._handles is None:
             self._handles = OpenHandles(index)
         try:
-            address = self._handles.address(handle.handle, handle.offset)
-            base, size = allocation_of(address)
+            address, room = self._handles.address(handle.handle, handle.offset)
         except RuntimeError as error:
             raise EnvironmentUnsupportedError(
                 f"cannot open CUDA memory of {owner} on {handle.device} from "
@@ -81,10 +80,10 @@ class Mapper:
                 "run containers with --ipc=host and one pid namespace; otherwise use the broadcast "
                 "or reshard transport."
             ) from error
-        if address + handle.nbytes > base + size:
+        if handle.nbytes > room:
             raise EnvironmentUnsupportedError(
                 f"{owner} promised {handle.nbytes} bytes but its allocation has only "
-                f"{base + size - address}; export again"
+                f"{room}; export again"
             )
         return RawBuffer(address, handle.nbytes, index)
 

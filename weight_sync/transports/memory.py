@@ -1,13 +1,15 @@
 """The readable reference of a transport: trainer and workers in one process, nothing to send.
 
-It does in plain Python what the packed transports do with kernels and groups: each sender's pieces in
-the order of the plan, in their wire dtype, cut into buckets by the plan and packed one after the other.
-A bucket's memory is overwritten once it is released, so a receiver that keeps a view shows at once.
+It does in plain Python what the packed transports do with kernels and groups: each sender's pieces
+in the order of the plan, in their wire dtype, cut into buckets by the plan and packed one after the
+other. A bucket's memory is overwritten once it is released, so a receiver that keeps a view shows
+at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -55,10 +57,14 @@ class MemoryHub:
         """
         if info.address.url not in self._sources:
             raise EnvironmentUnsupportedError(
-                f"trainer {info.rank} does not live in this process; offer() its source to the hub, "
-                "or use the ipc transport"
+                f"trainer {info.rank} does not live in this process; offer() its source to the "
+                "hub, or use the ipc transport"
             )
         return self._sources[info.address.url]
+
+
+def _overwrite(memory: torch.Tensor) -> None:
+    memory.fill_(0xFF)
 
 
 class _Stream:
@@ -133,7 +139,7 @@ class MemoryReceiver:
                 stride=stream.strides[mine],
                 dtypes=tuple(stream.dtypes[i] for i in mine),
                 key=("memory", rank, number, memory.data_ptr()),
-                release=lambda memory=memory: memory.fill_(0xFF),
+                release=partial(_overwrite, memory),
             )
 
     def _bucket_of(self, nbytes: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Scales of an FP8 KV cache: they arrive like weights but live as buffers and host numbers.
 
-vLLM registers them as parameters only while it loads, with -1 for "not in the checkpoint". A refit may
-bring all of them, some, or none: those it does not bring keep the value the engine has.
+vLLM registers them as parameters only while it loads, with -1 for "not in the checkpoint". A refit
+may bring all of them, some, or none: those it does not bring keep the value the engine has.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class KvScaleInstall:
         """Scales are copied as they are; no loader of theirs needs whole tensors.
 
         Raises:
-            QuantizationError: Always; the engine's loaders compute new values from the checkpoint's.
+            QuantizationError: Always; the engine's loaders compute new values from theirs.
         """
         raise QuantizationError(
             f"{type(self._module).__name__} computes its KV-cache scales while loading "

@@ -1,8 +1,9 @@
 """Swaps vLLM modules between kernel layout (live) and loading layout (what loaders write).
 
-vLLM remembers each module's loading layout as meta tensors when it builds a model. The helpers here use
-that memory for one module or for all, unwrap the buffering loaders of vLLM's own reload, and always put
-the live tensors back under their old addresses, also after an error: vLLM itself has no abort.
+vLLM remembers each module's loading layout as meta tensors when it builds a model. The helpers here
+use that memory for one module or for all, unwrap the buffering loaders of vLLM's own reload, and
+always put the live tensors back under their old addresses, also after an error: vLLM itself has no
+abort.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def _keep_float32(module: torch.nn.Module) -> None:
 def materialize(module: torch.nn.Module, live: LiveTensors) -> None:
     """Gives a module in loading layout real memory.
 
-    Values that loaders do not write must not be garbage: a tensor that keeps its shape starts as a copy
-    of the live one, everything else (padding) starts at zero.
+    Values that loaders do not write must not be garbage: a tensor that keeps its shape starts as a
+    copy of the live one, everything else (padding) starts at zero.
     """
     materialize_layer(module, get_layerwise_info(module))
     old = live.all()

@@ -64,6 +64,11 @@ class VllmModel:
                     shared[name] = first
         return shared
 
+    def _has_nothing_of_its_own(self, unit: str, owner: str) -> bool:
+        owned = {t.data_ptr() for t in live_tensors(self._modules[owner]).parameters.values()}
+        mine = live_tensors(self._modules[unit]).parameters.values()
+        return all(t.data_ptr() in owned for t in mine if t.numel())
+
     def probe(self, units: Iterable[str]) -> dict[str, Mode]:
         """Modes of the named units; one experiment per kind of module."""
         modes: dict[str, Mode] = {}
@@ -104,12 +109,14 @@ class VllmModel:
     def refresh_derived(self, units: Iterable[str]) -> None:
         """Re-derives what other modules made from the installed units.
 
-        A tied head that packs its own copy (CPU) is processed again from the shared live tensor, and
-        attention layers that absorbed projections (MLA) absorb them again.
+        A tied head that packs its own copy (CPU) is processed again from the shared live tensor,
+        and attention layers that absorbed projections (MLA) absorb them again. A module that shares
+        only some of its tensors (experts with the router's bias) is installed itself: its own
+        tensors are no longer in loading layout and must not be processed twice.
         """
         installed = set(units)
         for name, owner in self.shared_with().items():
-            if owner in installed:
+            if owner in installed and self._has_nothing_of_its_own(name, owner):
                 if name not in self._modes:
                     self.probe([name])
                 if self._modes[name].name != "direct":

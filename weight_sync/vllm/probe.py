@@ -1,8 +1,8 @@
 """Decides by experiment whether bytes may go straight into a module's live storage.
 
-One module of every kind (class, quant method, dtypes, shapes, strides) is loaded with a known pattern
-through vLLM's own post-processing. If every tensor comes out as it went in and nothing else of the
-module was derived from it, the live layout is the loading layout and the kind is *direct*.
+One module of every kind (class, quant method, dtypes, shapes, strides) is loaded with a known
+pattern through vLLM's own post-processing. If every tensor comes out as it went in and nothing else
+of the module was derived from it, the live layout is the loading layout and the kind is *direct*.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def keep_addresses(module: torch.nn.Module, before: Mapping[tuple[str, str], tor
         if new.shape != old.shape or new.dtype != old.dtype:
             raise EngineStateError(
                 f"{type(module).__name__}.{name} changed from {old.dtype} {list(old.shape)} to "
-                f"{new.dtype} {list(new.shape)} while it was processed; reload this engine from disk"
+                f"{new.dtype} {list(new.shape)} while it was processed; reload from disk"
             )
         old.data.copy_(new.data)
         setattr(owners[owner], name, old)

@@ -1,7 +1,8 @@
-"""What vLLM mixes into its workers: ``worker_extension_cls="weight_sync.vllm.worker_extension.WeightSyncExtension"``.
+"""What vLLM mixes into its workers:
+``worker_extension_cls="weight_sync.vllm.worker_extension.WeightSyncExtension"``.
 
-One method takes an encoded request and returns an encoded reply. It never raises and is never called with
-a timeout: vLLM's replies are untagged, so either would shift every later reply.
+One method takes an encoded request and returns an encoded reply. It never raises and is never
+called with a timeout: vLLM's replies are untagged, so either would shift every later reply.
 """
 
 from __future__ import annotations

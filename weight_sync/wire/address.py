@@ -79,7 +79,8 @@ def sweep(root: str) -> None:
 class PrivateDirectory:
     """A directory only this user can enter, removed with the object or the process.
 
-    A process that is killed leaves its directory behind; the next one that makes its own removes it.
+    A process that is killed leaves its directory behind; the next one that makes its own removes
+    it.
     """
 
     def __init__(self) -> None:

@@ -1,14 +1,15 @@
 """The engine worker's part of a refit: records, attaches to a plan, installs versions.
 
 One agent lives in every worker. It is driven by encoded requests and always answers with an encoded
-reply; it never raises, because an engine's RPC replies carry no tags and one exception would shift all
-later ones.
+reply; it never raises, because an engine's RPC replies carry no tags and one exception would shift
+all later ones.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from contextlib import closing
 
 import torch
 
@@ -161,15 +162,15 @@ class WorkerAgent:
         session.check(request.epoch, request.plan_digest)
         if request.version < self._version:
             raise EngineStateError(
-                f"version {request.version} is older than {self._version}, which this worker holds; "
-                "nothing was changed. A new trainer must go on with a higher number."
+                f"version {request.version} is older than {self._version}, which this worker "
+                "holds; nothing was changed. A new trainer must go on with a higher number."
             )
         require_weights(self._sleep)
         moved = session.installer.moved()
         if moved:
             raise EngineStateError(
-                f"{len(moved)} live tensors moved since the plan was made, e.g. {moved[0]}; nothing "
-                "was changed. Run init_communicator() again."
+                f"{len(moved)} live tensors moved since the plan was made, e.g. {moved[0]}; "
+                "nothing was changed. Run init_communicator() again."
             )
         watch = Stopwatch()
         try:
@@ -195,9 +196,8 @@ class WorkerAgent:
             return session.expected()
 
         self._fault("install")
-        deliveries = session.deliveries(request)
-        self._torn = True
-        with torch.no_grad():
+        with torch.no_grad(), closing(session.deliveries(request)) as deliveries:
+            self._torn = True
             session.installer.install(
                 deliveries,
                 expected if request.verify else _unverified,

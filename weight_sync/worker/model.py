@@ -1,4 +1,4 @@
-"""What the engine side must offer: Protocols that vLLM's worker and the stand-in engine implement."""
+"""What the engine side must offer: Protocols that an engine's worker implements."""
 
 from __future__ import annotations
 

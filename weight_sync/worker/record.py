@@ -1,9 +1,9 @@
 """Runs an engine's own loaders on storage-less tensors and writes down what they copy.
 
-Every checkpoint tensor is a meta tensor with a storage of its own, and so is every parameter. Whatever
-views a loader takes, the ``copy_`` at the end shows two storages with offsets, sizes and strides, which
-is all that is needed. Operations that compute new values cannot be expressed as slices; the modules they
-write become *loader* units and the report says why.
+Every checkpoint tensor is a meta tensor with a storage of its own, and so is every parameter.
+Whatever views a loader takes, the ``copy_`` at the end shows two storages with offsets, sizes and
+strides, which is all that is needed. Operations that compute new values cannot be expressed as
+slices; the modules they write become *loader* units and the report says why.
 """
 
 from __future__ import annotations
@@ -135,10 +135,10 @@ class _Recorder(TorchDispatchMode):
 
     def _follow(
         self,
-        func: Any,
+        func: Any,  # noqa: ANN401 - torch hands over its own operator objects
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        out: object,  # noqa: ANN401
+        out: object,
     ) -> None:
         inputs = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if _is_tensor(t)]
         outputs = [t for t in torch.utils._pytree.tree_leaves(out) if _is_tensor(t)]
@@ -201,6 +201,8 @@ class _Recorder(TorchDispatchMode):
         if origin.view is None:
             self._spoil(key, origin.reason, [origin])
             return
+        if src.shape != dst.shape and torch.broadcast_shapes(src.shape, dst.shape) != dst.shape:
+            raise LayoutError(f"{tuple(src.shape)} cannot be copied into {tuple(dst.shape)}")
         if src.shape != dst.shape:
             self._spoil(key, "loader broadcasts a checkpoint tensor", [origin])
             return

@@ -124,7 +124,8 @@ def _follow_owners(
 ) -> list[str]:
     """Drops writes to tied parameters whose owner is written too; both are one piece of memory.
 
-    What another unit derives from it (a packed head) is made again from the owner after the install.
+    What another unit derives from it (a packed head) is made again from the owner after the
+    install.
 
     Returns:
         Tied parameters for which the trainer has a tensor of its own, not tied and not declared.

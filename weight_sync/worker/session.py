@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from weight_sync.comm.deadline import Deadline
 from weight_sync.errors import PlanMismatchError, RefitError, StaleEpochError
-from weight_sync.faults import FaultHook
+from weight_sync.faults import FaultHook, no_fault
 from weight_sync.messages import (
     Attach,
     Commit,
@@ -159,24 +159,29 @@ class Session:
 
     # --- commit ---------------------------------------------------------------------------------
 
-    def deliveries(self, request: Commit) -> Iterator[Delivery]:
-        """Everything the program needs, from what was staged or from the trainers directly."""
+    def deliveries(self, request: Commit) -> Generator[Delivery, None, None]:
+        """Everything the program needs, from what was staged or from the trainers directly.
+
+        Close it when it is not read to its end: it may hold mappings and a thread.
+        """
         deadline = Deadline(request.seconds)
         if not isinstance(self.transport, StagedReceiver):
             if request.verify:
                 self.ask_digests(request.version, deadline)
             for rank, peer in self.peers.items():
                 peer.generation = request.generations[rank]
-            return self._pull(self.transport.transfer(request.version, deadline))
-        return self.transport.transfer(request.version, deadline)
+            return self._each(self.transport.transfer(request.version, deadline), self._fault)
+        return self._each(self.transport.transfer(request.version, deadline), no_fault)
 
-    def _pull(self, deliveries: Iterator[Delivery]) -> Iterator[Delivery]:
+    def _each(
+        self, deliveries: Iterator[Delivery], fault: FaultHook
+    ) -> Generator[Delivery, None, None]:
         offset = 0
-        self._fault("transfer", offset)
+        fault("transfer", offset)
         for delivery in deliveries:
             yield delivery
             offset += self.installer.nbytes(delivery)
-            self._fault("transfer", offset)
+            fault("transfer", offset)
 
     @property
     def install_stage(self) -> str:
