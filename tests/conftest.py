@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
 
 # Before any test module imports torch or vLLM. Tests share few cores with whatever else runs there,
 # so threads are few and sleep while they wait.
@@ -34,3 +35,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker(mark) and here < needs[mark]:
                 reason = f"needs {needs[mark]} CUDA devices, this machine has {here}"
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+# How long one example takes depends on the machine's other work, which no property is about.
+settings.register_profile("weight_sync", deadline=None)
+settings.load_profile("weight_sync")

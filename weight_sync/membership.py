@@ -6,11 +6,15 @@ group are always dense. Leaving and rejoining are the same operation: state whic
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 
 import msgspec
 
 from weight_sync.errors import MembershipError, NoSurvivingShardsError
+
+# How many epoch numbers may be skipped when somebody else's are overtaken.
+_EPOCH_GAP = 1 << 16
 
 
 class Membership(msgspec.Struct, frozen=True):
@@ -163,8 +167,13 @@ class MembershipTracker:
         return self._epoch
 
     def overtake(self, epoch: int) -> None:
-        """Makes the next epoch newer than one that participants have seen of somebody else."""
-        self._epoch = max(self._epoch, epoch)
+        """Makes the next epoch newer than one that participants have seen of somebody else.
+
+        Whoever built that one may be asleep in the middle of the next, and must not be able to
+        speak for ours when it wakes: so ours is not simply the next number.
+        """
+        if epoch > self._epoch:
+            self._epoch = epoch + 1 + secrets.randbelow(_EPOCH_GAP)
 
     def begin_build(self, absent: Iterable[int] = ()) -> Membership:
         """Takes the next epoch number; nothing counts as built until :meth:`finish_build`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from typing import TypeVar
 
 from weight_sync.comm.deadline import Deadline
@@ -111,9 +112,19 @@ class TrainerRanks:
         self, version: int, error: str, deadline: Deadline, missing: Collection[str] = ()
     ) -> dict[str, WeightSyncError]:
         """Tells every rank but the missing how the refit ended; returns who was not told."""
+
+        def tell(peer: TrainerPeer) -> Done:
+            request = Release(version, error)
+            try:
+                return peer.call(request, Done, deadline, "release", version)
+            except PeerDeadError:
+                # Only the connection may be gone; nothing else is done over it before the next.
+                with closing(peer.fresh()) as fresh:
+                    return fresh.call(request, Done, deadline, "release", version)
+
         _, errors = run_all(
             {p.name: p for p in self.peers if p.name not in missing},
-            lambda p: p.call(Release(version, error), Done, deadline, "release", version),
+            tell,
             deadline,
             "release",
             version,

@@ -313,7 +313,7 @@ class WeightSynchronizer:
             untold = self._trainers.release(
                 version,
                 error,
-                Deadline(min(self._seconds, _FAREWELL_SECONDS)),
+                Deadline(min(self._silence, _FAREWELL_SECONDS)),
                 self._missing.names,
             )
             if not error:

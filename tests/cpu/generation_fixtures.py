@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,8 @@ def local_ray() -> Iterator[None]:
     """Ray on this machine only."""
     import ray
 
+    # Ray kills actors when the machine is short of memory, whoever uses it.
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     ray.init(
         num_cpus=16,
         include_dashboard=False,

@@ -14,7 +14,7 @@ from tests.harness.trainers import Trainers, TrainerSpec
 from weight_sync.errors import CoverageError
 from weight_sync.synchronizer import WeightSynchronizer
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def master_weights(cfg: Config, version: int) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from tests.harness.trainers import Trainers, TrainerSpec
 from weight_sync.errors import RefitError
 from weight_sync.synchronizer import WeightSynchronizer
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 DEADLINE = 10.0
 

@@ -15,7 +15,7 @@ from tests.harness.processes import ChildError, process_counts
 from tests.harness.trainers import Rank, Trainers, TrainerSpec
 from weight_sync.synchronizer import WeightSynchronizer
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 # Engines outlive trainers here, and versions never go backwards.
 VERSIONS = itertools.count(1)

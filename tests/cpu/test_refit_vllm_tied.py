@@ -15,7 +15,7 @@ from tests.harness.trainers import Trainers, TrainerSpec
 from weight_sync.errors import CoverageError
 from weight_sync.synchronizer import WeightSynchronizer
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 # Engines outlive trainers here, and versions never go backwards.
 VERSIONS = itertools.count(1)

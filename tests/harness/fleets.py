@@ -21,6 +21,8 @@ from tests.harness.trainers import Trainers, free_port
 
 WAIT_S = 60.0
 MODEL_LEN = 512
+# Room for 64 sequences of that length.
+KV_CACHE_BYTES = 64 * 1024**2
 # Tokens of a sequence that the oracle looks at, one less than its model length.
 SCORED = 255
 # The weights of every refit that answers are compared after; a fresh engine of them is the oracle.
@@ -65,6 +67,7 @@ def settings(folder: Path, engine: dict[str, Any] | None = None, **outer: object
         **outer,
         "vllm_kwargs": {
             "max_num_seqs": 64,
+            "kv_cache_memory_bytes": KV_CACHE_BYTES,
             "tokenizer": str(folder / "tokenizer"),
             **outer.get("vllm_kwargs", {}),  # type: ignore[dict-item]
         },
@@ -74,7 +77,8 @@ def settings(folder: Path, engine: dict[str, Any] | None = None, **outer: object
             "max_model_len": MODEL_LEN,
             "precision": "bfloat16",
             "enforce_eager": True,
-            "env_vars": {"VLLM_LOGGING_LEVEL": "ERROR"},
+            # vLLM takes whole GiB from the second one, and several fleets share one small machine.
+            "env_vars": {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": ""},
             **(engine or {}),
         },
     }

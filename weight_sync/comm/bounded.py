@@ -54,7 +54,7 @@ class BoundedCall(Generic[T]):
         finally:
             with self._lock:
                 self._given_up = not self._done.is_set()
-        error, self._error = self._error, None
+                error, self._error = self._error, None
         if error is not None:
             try:
                 raise error
@@ -72,8 +72,10 @@ class BoundedCall(Generic[T]):
         try:
             value = self._call()
         except BaseException as error:  # Re-raised on the thread that waits.
-            self._error = error
-            self._done.set()
+            with self._lock:
+                if not self._given_up:
+                    self._error = error
+                self._done.set()
             return
         with self._lock:
             late = self._given_up
