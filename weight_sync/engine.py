@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weight_sync.errors import CacheInvalidationError, ConfigError, EngineStateError
-from weight_sync.messages import Failure, Status, WorkerState, decode_worker_reply, encode, to_error
+from weight_sync.failures import to_error
+from weight_sync.messages import Failure, Status, WorkerState, decode_worker_reply, encode
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput

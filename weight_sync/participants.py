@@ -9,6 +9,7 @@ from typing import TypeVar
 from weight_sync.comm.deadline import Deadline
 from weight_sync.engine import EngineShard
 from weight_sync.errors import PeerDeadError, WeightSyncError
+from weight_sync.failures import to_error
 from weight_sync.fanout import raise_first, run_all
 from weight_sync.manifest import Manifest
 from weight_sync.messages import (
@@ -22,7 +23,6 @@ from weight_sync.messages import (
     TrainerEndpointInfo,
     decode_worker_reply,
     encode,
-    to_error,
 )
 from weight_sync.quantize.wanted import QuantSpec
 from weight_sync.trainer.peer import TrainerPeer

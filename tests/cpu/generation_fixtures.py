@@ -20,6 +20,8 @@ def local_ray() -> Iterator[None]:
 
     # Ray kills actors when the machine is short of memory, whoever uses it.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+    # Whole GiB, and it would win over what fleets ask for.
+    space = os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     ray.init(
         num_cpus=16,
         include_dashboard=False,
@@ -27,6 +29,8 @@ def local_ray() -> Iterator[None]:
         logging_level="ERROR",
         object_store_memory=128 * 1024 * 1024,
     )
+    if space is not None:
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = space
     yield
     ray.shutdown()
 

@@ -77,8 +77,7 @@ def settings(folder: Path, engine: dict[str, Any] | None = None, **outer: object
             "max_model_len": MODEL_LEN,
             "precision": "bfloat16",
             "enforce_eager": True,
-            # vLLM takes whole GiB from the second one, and several fleets share one small machine.
-            "env_vars": {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": ""},
+            "env_vars": {"VLLM_LOGGING_LEVEL": "ERROR"},
             **(engine or {}),
         },
     }

@@ -20,6 +20,7 @@ from weight_sync.errors import (
     VerifyError,
     WeightSyncError,
 )
+from weight_sync.failures import to_error, to_failure
 from weight_sync.messages import (
     Done,
     GetManifest,
@@ -28,8 +29,6 @@ from weight_sync.messages import (
     decode_trainer_request,
     decode_worker_request,
     encode,
-    to_error,
-    to_failure,
 )
 
 WHERE = {"stage": "verify", "version": 4, "epoch": 2, "ranks": ["trainer 1"]}

@@ -17,6 +17,7 @@ from weight_sync.errors import (
     RefitError,
     StaleEpochError,
 )
+from weight_sync.failures import to_failure
 from weight_sync.faults import FaultHook, no_fault
 from weight_sync.identity import device_identity, host_identity
 from weight_sync.kernels.base import CompiledDigest
@@ -46,7 +47,6 @@ from weight_sync.messages import (
     TrainerEndpointInfo,
     decode_trainer_request,
     encode,
-    to_failure,
 )
 from weight_sync.program import SenderProgram
 from weight_sync.quantize.wanted import QuantSpec

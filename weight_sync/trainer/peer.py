@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from weight_sync.comm.deadline import Deadline
 from weight_sync.errors import WeightSyncError
+from weight_sync.failures import to_error
 from weight_sync.manifest import Manifest
 from weight_sync.messages import (
     AwaitVersion,
@@ -19,7 +20,6 @@ from weight_sync.messages import (
     Published,
     decode_trainer_reply,
     encode,
-    to_error,
 )
 from weight_sync.program import ReceiverProgram
 from weight_sync.wire.address import Address

@@ -14,6 +14,7 @@ from contextlib import closing
 import torch
 
 from weight_sync.errors import EngineStateError, PlanMismatchError, StaleEpochError
+from weight_sync.failures import to_failure
 from weight_sync.faults import FaultHook, no_fault
 from weight_sync.identity import device_identity, host_identity
 from weight_sync.manifest import TensorSpec
@@ -33,7 +34,6 @@ from weight_sync.messages import (
     WorkerState,
     decode_worker_request,
     encode,
-    to_failure,
 )
 from weight_sync.transports.staging import spare_bytes
 from weight_sync.worker.install import Stopwatch

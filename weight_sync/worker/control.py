@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from weight_sync.errors import PlanMismatchError
+from weight_sync.failures import to_failure
 from weight_sync.messages import (
     AbortGroups,
     Done,
@@ -23,7 +24,6 @@ from weight_sync.messages import (
     WorkerState,
     decode_control_request,
     encode,
-    to_failure,
 )
 from weight_sync.wire.address import Address
 from weight_sync.wire.server import Server

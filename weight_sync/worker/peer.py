@@ -6,7 +6,8 @@ from typing import TypeVar
 
 from weight_sync.comm.deadline import Deadline
 from weight_sync.errors import WeightSyncError
-from weight_sync.messages import Failure, Message, decode_control_reply, encode, to_error
+from weight_sync.failures import to_error
+from weight_sync.messages import Failure, Message, decode_control_reply, encode
 from weight_sync.wire.address import Address
 from weight_sync.wire.client import Client
 
