@@ -21,8 +21,9 @@ DEADLINE_S = 4.0
 SILENCE_S = 1.0
 _BUCKET_BYTES = 32 << 10
 _START_S = 60.0
-# How long what a failure left running may take to end.
+# How long what a failure left running may take to end: native connects have time-outs of their own.
 _SETTLE_S = 6.0
+_LEAK_S = 20.0
 _POLL_S = 0.1
 
 RANKS, SHARDS, WIDTH = 2, 2, 2
@@ -161,7 +162,7 @@ class Fleet:
 
     def leaks(self, before: dict[int, Census]) -> list[str]:
         """What survivors hold now and did not hold before, once it had time to end."""
-        end = time.monotonic() + _SETTLE_S
+        end = time.monotonic() + _LEAK_S
         while True:
             found = [
                 f"{name}: {what}"

@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass, field
 
 import weight_sync.errors
 from bench.fault_cells import Cell
-from bench.fault_fleet import DEADLINE_S, LIMIT_S, Fleet, HealError
+from bench.fault_fleet import DEADLINE_S, Fleet, HealError
 from bench.fault_injection import Fault, InjectedError
 from tests.harness.processes import Child, ChildError, ChildGoneError
 
 # How much longer than the deadline an answer is waited for before the cell counts as hanging.
 _GRACE_S = 4.0
+# How long trainer ranks wait for the end of a refit whose orchestrator is gone.
+_WAIT_S = 3.0
 # Names of errors that a caller can expect; anything else is a crash.
 _NAMED = {
     name
@@ -134,7 +136,7 @@ def _refit(fleet: Fleet, cell: Cell, version: int) -> tuple[str, float, str]:
 
 def _waiter(trainer: Child, version: int) -> Callable[[], tuple[str, str]]:
     seconds = DEADLINE_S + _GRACE_S
-    return lambda: _outcome(lambda: trainer.ask("wait", version, LIMIT_S, seconds=seconds))
+    return lambda: _outcome(lambda: trainer.ask("wait", version, _WAIT_S, seconds=seconds))
 
 
 def _outcome(wait: Callable[[], object]) -> tuple[str, str]:

@@ -8,14 +8,18 @@ import sys
 import time
 from itertools import groupby
 
-from bench.fault_cells import Cell, all_cells
+from bench.fault_cells import TRANSPORTS, Cell, all_cells
 from bench.fault_fleet import Fleet, HealError
+from bench.fault_rebuilds import run_rebuilds
 from bench.fault_run import Result, run_cell
 from tests.harness import processes
 
 _HEAD = ("transport", "who", "fault", "stage", "outcome", "s", "consistent", "leaks", "healed")
 # Small enough for continuous integration, and everything at least once.
 SUBSET = "subset"
+REBUILDS = "rebuilds"
+# Starting on a busy machine, where everything is cold.
+_START_ATTEMPTS = 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,21 +28,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only",
         default="",
         metavar="NAME",
-        help=f'cells whose name contains this, e.g. "ipc/worker/kill"; "{SUBSET}" for a sample',
+        help=f'cells whose name contains this, e.g. "ipc/worker/kill"; "{SUBSET}" for a sample, '
+        f'"{REBUILDS}" for rebuilds in a row only',
     )
     parser.add_argument("--json", metavar="FILE", help="where to write the result")
 
 
 def subset() -> list[Cell]:
-    """One cell in thirteen, so that kinds, stages and participants all come up."""
-    return list(all_cells())[::13]
+    """One cell in seventeen, so that kinds, stages and participants all come up."""
+    return list(all_cells())[::17]
 
 
 def run(only: str) -> dict[str, object]:
     """Runs the cells and prints a row for each.
 
     Args:
-        only: Part of the names of cells, or ``"subset"``.
+        only: Part of the names of cells, or ``"subset"``, or ``"rebuilds"``.
 
     Returns:
         The JSON document.
@@ -46,11 +51,13 @@ def run(only: str) -> dict[str, object]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     processes.preload(["bench.fault_warm"])
     cells = subset() if only == SUBSET else list(all_cells(only))
+    load = os.getloadavg()[0]
     start = time.monotonic()
     results: list[Result] = []
     print(_row(_HEAD), file=sys.stderr)
     for transport, group in groupby(cells, lambda cell: cell.transport):
         results += _run_on(transport, list(group))
+    rebuilds = [_rebuilds(t) for t in TRANSPORTS] if only in ("", REBUILDS) else []
     bad = [r for r in results if not r.good]
     return {
         "cells": [r.as_json() for r in results],
@@ -58,7 +65,10 @@ def run(only: str) -> dict[str, object]:
         "bad": len(bad),
         "recovered": sum(r.outcome == "recovered" for r in results),
         "named_errors": sum(r.outcome == "named_error" for r in results),
+        "rebuilds": rebuilds,
         "engine": "stand-in",
+        "cores": os.cpu_count(),
+        "load_average": [round(load, 1), round(os.getloadavg()[0], 1)],
         "selection": only or "all",
         "seconds": round(time.monotonic() - start, 1),
     }
@@ -85,16 +95,23 @@ def _run_on(transport: str, cells: list[Cell]) -> list[Result]:
     return results
 
 
+def _rebuilds(transport: str) -> dict[str, object]:
+    fleet, _ = _start(transport)
+    with fleet:
+        found = run_rebuilds(fleet).as_json()
+    print(found, file=sys.stderr, flush=True)
+    return found
+
+
 def _start(transport: str) -> tuple[Fleet, dict[str, int]]:
     """A fleet after a good refit, with the bytes each process launches in one."""
     fleet = Fleet(transport)
-    for attempt in range(3):
+    for attempt in range(_START_ATTEMPTS):
         try:
             fleet.refit()
             break
         except HealError:
-            # On a busy machine a first refit may miss the deadline: everything is cold.
-            if attempt == 2:
+            if attempt == _START_ATTEMPTS - 1:
                 fleet.close()
                 raise
     for child in fleet.processes().values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weight_sync.comm.deadline import Deadline
-from weight_sync.errors import EngineStateError, shorten
+from weight_sync.errors import EngineStateError, StaleEpochError, shorten
 from weight_sync.messages import Status, WorkerState
 from weight_sync.participants import Shards, raise_shards
 from weight_sync.worker.sleep import WEIGHTS
@@ -14,7 +14,7 @@ from weight_sync.worker.sleep import WEIGHTS
 def require_awake(
     shards: Shards, present: Sequence[int], version: int, epoch: int, deadline: Deadline
 ) -> None:
-    """Asks every worker whether its weights are in memory.
+    """Asks every worker whether its weights are in memory, and whose they are.
 
     Args:
         shards: The fleet.
@@ -24,6 +24,7 @@ def require_awake(
         deadline: By when all must have answered.
 
     Raises:
+        StaleEpochError: If another controller attached a shard since.
         EngineStateError: Naming the workers whose weights are asleep.
         WeightSyncError: If a worker did not answer.
     """
@@ -36,6 +37,13 @@ def require_awake(
         epoch=epoch,
     )
     raise_shards(errors)
+    for shard, replies in states.items():
+        if any(state.epoch > epoch for state in replies):
+            raise StaleEpochError(
+                f"shard {shard} was attached in epoch {max(s.epoch for s in replies)} since epoch "
+                f"{epoch} was built here: another controller drives it. Nothing was changed; stop "
+                "one of the two."
+            )
     asleep = [
         f"shard {shard} worker {worker}"
         for shard, replies in states.items()

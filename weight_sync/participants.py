@@ -20,7 +20,9 @@ from weight_sync.messages import (
     Message,
     Quantize,
     Release,
+    Status,
     TrainerEndpointInfo,
+    WorkerState,
     decode_worker_reply,
     encode,
 )
@@ -158,6 +160,18 @@ class Shards:
         """Puts another engine in the place of a shard."""
         self.all = (*self.all[:shard], by, *self.all[shard + 1 :])
         self.gone.discard(shard)
+
+    def still_gone(self, suspects: Collection[int], seconds: float) -> set[int]:
+        """Shards that are gone; of the suspects only those whose front end says so again.
+
+        Args:
+            suspects: Shards whose workers run: only a connection may have been lost.
+            seconds: How long an answer may take.
+        """
+        again = self.gone.intersection(suspects)
+        self.gone -= again
+        self.ask(dict.fromkeys(again, Status()), WorkerState, Deadline(seconds), "roll call")
+        return set(self.gone)
 
     def _reach(self, shard: int, action: Callable[[EngineShard], T]) -> T:
         try:

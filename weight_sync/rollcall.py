@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from weight_sync.comm.deadline import Deadline
 from weight_sync.wire.address import Address
 
 _SLICE_SECONDS = 0.05
@@ -109,23 +110,24 @@ def _ask(
 
 
 class Vigil:
-    """Calls the roll again and again while something is awaited, to notice who freezes.
+    """Calls the roll again and again while something is awaited, and ends the wait if one froze.
 
     Args:
         addresses: Says whom to ask; looked at before every call.
         silence_s: Seconds without an answer after which a participant counts as frozen.
-        noticed: Called once, with those that are frozen.
+        deadline: Of what is awaited; it is ended, because it will not come.
+
+    Attributes:
+        frozen: Who froze.
     """
 
     def __init__(
-        self,
-        addresses: Callable[[], Mapping[str, Address]],
-        silence_s: float,
-        noticed: Callable[[frozenset[str]], None],
+        self, addresses: Callable[[], Mapping[str, Address]], silence_s: float, deadline: Deadline
     ) -> None:
+        self.frozen: frozenset[str] = frozenset()
         self._addresses = addresses
         self._silence = silence_s
-        self._noticed = noticed
+        self._deadline = deadline
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weight-sync-vigil", daemon=True)
 
@@ -134,7 +136,8 @@ class Vigil:
         while not self._stop.wait(self._silence / 2):
             missing = roll_call(self._addresses(), self._silence, stop=self._stop)
             if missing.frozen and not self._stop.is_set():
-                self._noticed(missing.frozen)
+                self.frozen = missing.frozen
+                self._deadline.end()
                 return
 
     def __enter__(self) -> Vigil:

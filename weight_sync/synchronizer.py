@@ -14,7 +14,7 @@ from weight_sync.build import Controls, attach, make_plan, meet, record
 from weight_sync.comm.deadline import Deadline
 from weight_sync.conductor import Conductor
 from weight_sync.engine import EngineShard
-from weight_sync.errors import ConfigError, EngineStateError
+from weight_sync.errors import ConfigError, EngineStateError, StaleEpochError
 from weight_sync.fanout import raise_first
 from weight_sync.manifest import Manifest
 from weight_sync.membership import Membership, MembershipTracker
@@ -335,15 +335,15 @@ class WeightSynchronizer:
         first: Exception | None = None
         while True:
             attempt = deadline.sooner(deadline.seconds)
-            frozen: set[str] = set()
+            vigil = Vigil(self._addresses, self._silence, attempt)
             self._shards.gone.clear()
             try:
-                with Vigil(self._addresses, self._silence, partial(_froze, frozen, attempt)):
+                with vigil:
                     report = self._attempt(version, verify, attempt, progress, first is None)
             except Exception as error:
-                failed, again = self._give_up(error, version, frozen, first is None)
+                failed, again = self._give_up(error, version, vigil.frozen)
             except BaseException as error:
-                self._give_up(RuntimeError(repr(error)), version, frozen, False)
+                self._give_up(RuntimeError(repr(error)), version, vigil.frozen)
                 raise
             else:
                 return structs.replace(
@@ -362,7 +362,7 @@ class WeightSynchronizer:
         return self._trainers.addresses | {name: at for name, (at, _) in controls.items()}
 
     def _give_up(
-        self, error: Exception, version: int, frozen: Collection[str], first: bool
+        self, error: Exception, version: int, frozen: Collection[str]
     ) -> tuple[Exception, bool]:
         """Ends what others still do for a failed attempt and finds out who is missing.
 
@@ -370,25 +370,28 @@ class WeightSynchronizer:
             What to raise, and whether the survivors may try again.
         """
         self._tracker.invalidate()
+        self._trainers.reconnect()
+        epoch = self._tracker.epoch
+        if isinstance(error, StaleEpochError):
+            # Somebody else drives the fleet now: nothing here may be ended, nobody is missing.
+            return explain(error, Missing(), self._stage_name, version, epoch), False
+        seconds = min(self._silence, _FAREWELL_SECONDS)
         stock = take_stock(
             self._trainers.addresses,
             self._controls.addresses,
-            self._tracker.epoch,
+            epoch,
             frozen,
             f"the refit of version {version} failed: {error}",
-            min(self._silence, _FAREWELL_SECONDS),
+            seconds,
         )
         self._missing = stock.missing
-        # A shard whose workers answer may only have lost a connection, unless that happens again.
-        gone = self._shards.gone - stock.reached if first else self._shards.gone
-        lost = (shards_of(stock.missing.names) | gone) - self._absent
+        lost = shards_of(stock.missing.names) | self._shards.still_gone(stock.reached, seconds)
+        lost -= self._absent
         self._absent |= lost
-        self._trainers.reconnect()
         again = self._retry_survivors and worth_retrying(error, stock.missing, lost)
         if len(self._absent) == len(self._shards.all):
             # Without anybody left there is nothing to retry; the next call asks everybody again.
             self._absent, again = frozenset(), False
-        epoch = self._tracker.epoch
         return explain(error, stock.missing, self._stage_name, version, epoch), again
 
     def _attempt(
@@ -492,9 +495,3 @@ class WeightSynchronizer:
             self._conductor.dismiss()
             self._conductor.close()
         self._trainers.close()
-
-
-def _froze(found: set[str], attempt: Deadline, names: Collection[str]) -> None:
-    """Ends an attempt in which somebody froze: what it waits for will not come."""
-    found.update(names)
-    attempt.end()

@@ -19,13 +19,13 @@ from weight_sync.errors import (
     RefitError,
     StaleEpochError,
 )
+from weight_sync.failures import to_error
 from weight_sync.messages import (
     Commit,
     Status,
     WorkerState,
     decode_worker_reply,
     encode,
-    to_error,
 )
 from weight_sync.synchronizer import WeightSynchronizer
 

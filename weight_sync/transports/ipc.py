@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -168,12 +169,14 @@ class IpcReceiver:
         # The next bucket is packed while this one is read; asking for it says that the one before
         # this one was read, so its slot is free.
         with ThreadPoolExecutor(1, thread_name_prefix="weight-sync-buckets") as pool:
-            ahead: Future[Staged] = pool.submit(ask, jobs[0])
+            # Taken out before it is looked at: else its error and this frame would hold each other,
+            # and with them the mappings.
+            ahead: deque[Future[Staged]] = deque([pool.submit(ask, jobs[0])])
             for at, (stream, number) in enumerate(jobs):
                 self._check()
-                reply = ahead.result()
+                reply = ahead.popleft().result()
                 if at + 1 < len(jobs):
-                    ahead = pool.submit(ask, jobs[at + 1])
+                    ahead.append(pool.submit(ask, jobs[at + 1]))
                 yield stream.delivery(number, self._mapper.map(reply.slot, stream.peer.name), reply)
 
     def _check(self) -> None:

@@ -74,6 +74,7 @@ class Session:
             max(len(self._hashers), 1), thread_name_prefix="weight-sync-digests"
         )
         self._expected: list[Future[Digests]] = []
+        self._total: U64 | None = None
         self._control: ControlServer | None = None
         try:
             for peer in self.peers.values():
@@ -192,6 +193,7 @@ class Session:
         """Lets all senders hash while bytes travel."""
         program = self.program
         request = GetDigests(program.epoch, program.plan_digest, version, program.class_id)
+        self._total = None
         self._expected = [
             self._pool.submit(
                 peer.call, request, Digests, deadline, "verify", version, program.epoch
@@ -201,14 +203,15 @@ class Session:
 
     def expected(self) -> U64:
         """Sum of what all senders hashed, per digest slot."""
-        total: U64 | None = None
-        for future in self._expected:
-            values = future.result().values.unpack().astype(np.uint64)
+        # Each is taken out before it is looked at: else its error and this frame would hold each
+        # other, and with them all of this session.
+        while self._expected:
+            values = self._expected.pop().result().values.unpack().astype(np.uint64)
             if len(values):
-                total = values if total is None else total + values
-        if total is None:
+                self._total = values if self._total is None else self._total + values
+        if self._total is None:
             raise RefitError("no trainer rank sent digests", stage="verify")
-        return total
+        return self._total
 
     def close(self) -> None:
         """Leaves groups, closes connections and frees staging memory; safe twice."""
