@@ -18,6 +18,8 @@ from weight_sync.plan import Plan
 # Stages that happen inside a worker's commit and are reported by it.
 _WORKER_STAGES = ("transfer", "commit", "process", "verify")
 
+# After a step that took longer than this, whoever drives the fleet asks whether that is still so.
+SURE_SECONDS = 0.25
 # How long resuming engines may take at least, when time is up because of others.
 _RESUME_SECONDS = 2.0
 
@@ -89,7 +91,7 @@ def commit_version(
     spent["pause"] = time.perf_counter() - begin
 
     stage("transfer")
-    at = time.perf_counter()
+    at = since = time.perf_counter()
     first_byte()
     feeding = _start(feed, deadline)
     request = Commit(epoch, plan.digest, version, verify, deadline.inner(), generations)
@@ -111,9 +113,7 @@ def commit_version(
 
     stage("invalidate")
     at = time.perf_counter()
-    if deadline.expired:
-        # Whoever slept past the deadline may have been replaced: only what still holds is resumed.
-        errors |= _overtaken(shards, committed, version, epoch)
+    errors |= _overtaken(shards, committed, version, epoch, since)
     good = [shard for shard in committed if shard not in errors]
     # Shards that committed go on, even if time ran out while others were waited for.
     late = Deadline(max(deadline.remaining(), _RESUME_SECONDS))
@@ -122,11 +122,13 @@ def commit_version(
     )
     spent["invalidate"] = time.perf_counter() - at
     stage("resume")
-    at = time.perf_counter()
-    # A shard that kept stale caches must not serve either, so only ``done`` go on.
+    since, at = at, time.perf_counter()
+    errors = errors | failed | _overtaken(shards, done, version, epoch, since)
+    # A shard that kept stale caches must not serve either.
+    done = [shard for shard in done if shard not in errors]
     _, stuck = shards.apply(done, _resume, late, "resume", version=version, epoch=epoch)
     spent["resume"] = time.perf_counter() - at
-    errors = errors | failed | stuck
+    errors = errors | stuck
     return Outcome(
         {s: r for s, r in committed.items() if s not in errors},
         errors,
@@ -136,17 +138,23 @@ def commit_version(
 
 
 def _overtaken(
-    shards: Shards, committed: Collection[int], version: int, epoch: int
+    shards: Shards, committed: Collection[int], version: int, epoch: int, since: float
 ) -> dict[int, WeightSyncError]:
-    """Shards that were attached in a later epoch, or hold another version, since they committed."""
+    """Shards that somebody else attached, or gave another version, since they were asked to commit.
+
+    This process may have been stopped meanwhile, and another one may drive the fleet. Nobody takes
+    over in less than :data:`SURE_SECONDS`, so quick refits need not ask.
+    """
+    if not committed or time.perf_counter() - since < SURE_SECONDS:
+        return {}
     states, errors = shards.ask(
         dict.fromkeys(committed, Status()), WorkerState, Deadline(_RESUME_SECONDS), "resume"
     )
     for shard, workers in states.items():
         if any((state.epoch, state.version) != (epoch, version) for state in workers):
             errors[shard] = StaleEpochError(
-                f"shard {shard} was taken over while epoch {epoch} slept past its deadline; it was "
-                "not resumed. Whoever builds the newest epoch drives it now."
+                f"shard {shard} was taken over by another controller while epoch {epoch} was "
+                "installed; it was not resumed here. Whoever built the newest epoch drives it."
             )
     return errors
 

@@ -30,7 +30,7 @@ from weight_sync.plan import DEFAULT_BUCKET_BYTES, Plan
 from weight_sync.progress import Progress
 from weight_sync.quantize.wanted import QuantSpec
 from weight_sync.recovery import explain, shards_of, take_stock, worth_retrying
-from weight_sync.refit import commit_version
+from weight_sync.refit import SURE_SECONDS, commit_version
 from weight_sync.replicas import check_replicas
 from weight_sync.report import STAGES, RefitReport
 from weight_sync.rollcall import Missing, Vigil
@@ -430,6 +430,8 @@ class WeightSynchronizer:
             spent.update(self._conductor.stage(version, verify, deadline))
             if self._conductor.later_rounds:
                 feed = partial(self._conductor.send_later, version)
+        if time.perf_counter() - begin > SURE_SECONDS:
+            require_awake(self._shards, present, version, epoch, deadline)
         outcome = commit_version(
             self._shards,
             plan,

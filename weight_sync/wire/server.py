@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import zmq
 
 from weight_sync.errors import ConfigError
 from weight_sync.wire.address import Address, PrivateDirectory
+
+# How long handing a reply to the serving thread may take.
+_NOTIFY_MILLISECONDS = 5000
 
 Handler = Callable[[bytes], bytes]
 
@@ -79,22 +83,25 @@ class Server:
         if not self._closed.is_set():
             self._notify([client, number, reply])
 
-    def _notify(self, parts: list[bytes]) -> None:
+    def _notify(self, parts: list[bytes], flags: int = 0) -> None:
         # Sockets belong to one thread; replies travel to the serving thread over inproc.
         push = getattr(self._local, "push", None)
         if push is None:
             push = self._context.socket(zmq.PUSH)
             push.setsockopt(zmq.LINGER, 0)
+            push.setsockopt(zmq.SNDTIMEO, _NOTIFY_MILLISECONDS)
             push.connect(self._wake_url)
             self._local.push = push
-        push.send_multipart(parts)
+        # The serving thread may have seen that the server is closed, and be gone.
+        with suppress(zmq.Again):
+            push.send_multipart(parts, flags)
 
     def close(self) -> None:
         """Stops serving and removes the socket; safe twice."""
         if self._closed.is_set():
             return
         self._closed.set()
-        self._notify([b""])  # Wakes the serving thread.
+        self._notify([b""], zmq.NOBLOCK)  # Wakes the serving thread.
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._thread.join(timeout=5)
         self._context.destroy(linger=0)
