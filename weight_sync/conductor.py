@@ -255,7 +255,9 @@ class Conductor:
         deadline = Deadline(_ABORT_SECONDS)
 
         def tell(peer: TrainerPeer) -> None:
-            peer.call(Detach("the synchronizer was shut down"), Done, deadline, "shutdown")
+            peer.call(
+                Detach(self._epoch, "the synchronizer was shut down"), Done, deadline, "shutdown"
+            )
 
         # A rank that cannot be reached any more has nothing to leave.
         run_all(self._trainers, tell, deadline, "shutdown")

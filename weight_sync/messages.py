@@ -335,8 +335,9 @@ class Commit(Message, frozen=True):
 
 
 class Detach(Message, frozen=True):
-    """Drops connections and mappings of the current epoch."""
+    """Drops connections, mappings and groups of an epoch; those of a later one stay."""
 
+    epoch: int
     reason: str
 
 

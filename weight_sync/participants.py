@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from weight_sync.comm.deadline import Deadline
 from weight_sync.engine import EngineShard
-from weight_sync.errors import PeerDeadError, WeightSyncError
+from weight_sync.errors import DeadlineError, PeerDeadError, WeightSyncError
 from weight_sync.failures import to_error
 from weight_sync.fanout import raise_first, run_all
 from weight_sync.manifest import Manifest
@@ -111,18 +111,27 @@ class TrainerRanks:
         raise_first(errors)
 
     def release(
-        self, version: int, error: str, deadline: Deadline, missing: Collection[str] = ()
+        self,
+        version: int,
+        epoch: int,
+        error: str,
+        deadline: Deadline,
+        missing: Collection[str] = (),
     ) -> dict[str, WeightSyncError]:
         """Tells every rank but the missing how the refit ended; returns who was not told."""
 
         def tell(peer: TrainerPeer) -> Done:
             request = Release(version, error)
             try:
-                return peer.call(request, Done, deadline, "release", version)
-            except PeerDeadError:
-                # Only the connection may be gone; nothing else is done over it before the next.
+                return peer.call(request, Done, deadline, "release", version, epoch)
+            except PeerDeadError as lost:
+                # Only the connection may be gone; a dead one does not answer a new one either.
+                second = Deadline(deadline.inner())
                 with closing(peer.fresh()) as fresh:
-                    return fresh.call(request, Done, deadline, "release", version)
+                    try:
+                        return fresh.call(request, Done, second, "release", version, epoch)
+                    except DeadlineError:
+                        raise lost from None
 
         _, errors = run_all(
             {p.name: p for p in self.peers if p.name not in missing},
@@ -130,7 +139,11 @@ class TrainerRanks:
             deadline,
             "release",
             version,
+            epoch,
         )
+        if not error:
+            for problem in errors.values():
+                problem.add_note(f"version {version} is installed; only that was not told")
         return errors
 
     def close(self) -> None:

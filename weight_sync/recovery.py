@@ -109,7 +109,10 @@ def explain(error: Exception, missing: Missing, stage: str, version: int, epoch:
     """
     if not missing.names:
         if isinstance(error, RefitError):
-            return located(error, version, epoch, ())
+            error = located(error, version, epoch, ())
+            if isinstance(error, PeerDeadError):
+                error.add_note("everybody who is known answers: only a connection was lost")
+            return error
         if isinstance(error, WeightSyncError):
             error.add_note(f"(stage={stage}, version={version}, epoch={epoch})")
         return error

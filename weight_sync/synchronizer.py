@@ -312,6 +312,7 @@ class WeightSynchronizer:
         finally:
             untold = self._trainers.release(
                 version,
+                self._tracker.epoch,
                 error,
                 Deadline(min(self._silence, _FAREWELL_SECONDS)),
                 self._missing.names,
@@ -488,7 +489,7 @@ class WeightSynchronizer:
         built = self._tracker.built
         if built is not None:
             self._shards.ask(
-                dict.fromkeys(built.shards, Detach("shutdown")),
+                dict.fromkeys(built.shards, Detach(built.epoch, "shutdown")),
                 Done,
                 Deadline(min(self._seconds, _FAREWELL_SECONDS)),
                 "shutdown",

@@ -359,3 +359,13 @@ def test_an_overtaken_controller_is_told_so(fleet: Fleet) -> None:
     with pytest.raises(StaleEpochError, match="epoch"):
         fleet.sync.sync_weights(fleet.publish(3))
     assert [e.value for e in fleet.engines] == [2.0] * 3
+
+
+def test_the_end_of_an_overtaken_controller_does_not_detach_its_successor(fleet: Fleet) -> None:
+    fleet.refit(1)
+    successor = fleet.connect()
+    successor.sync_weights(fleet.publish(2))
+    fleet.sync.shutdown()
+    report = successor.sync_weights(fleet.publish(3))
+    assert report.retried == ""
+    assert [e.value for e in fleet.engines] == [3.0] * 3

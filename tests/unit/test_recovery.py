@@ -204,3 +204,8 @@ def test_what_an_error_does_not_know_is_filled_in() -> None:
 def test_other_errors_of_the_library_get_a_note() -> None:
     found = explain(TransportError("no"), NOBODY, "connect", 7, 3)
     assert found.__notes__ == ["(stage=connect, version=7, epoch=3)"]
+
+
+def test_a_lost_connection_to_somebody_who_runs_is_called_that() -> None:
+    found = explain(error(PeerDeadError, ranks=["trainer 0"]), NOBODY, "connect", 7, 3)
+    assert found.__notes__ == ["everybody who is known answers: only a connection was lost"]

@@ -179,7 +179,9 @@ class TrainerEndpoint:
                         f"trainer {self.rank} waited {deadline.seconds:g} s for the refit to end",
                         stage="release",
                         version=version,
-                        remedy="check that sync_weights() was called for this version",
+                        epoch=self._epoch,
+                        ranks=["orchestrator"],
+                        remedy="check that whoever calls sync_weights() runs and did so",
                     )
             if self._released[0] == version and self._released[1]:
                 raise RefitError(self._released[1], stage="release", version=version)
@@ -259,8 +261,9 @@ class TrainerEndpoint:
                 if sender is not None and sender.epoch == epoch:
                     sender.abort(reason)
                 return Done()
-            case Detach(reason):
-                self._leave_groups(reason)
+            case Detach(epoch, reason):
+                if epoch >= self._epoch:
+                    self._leave_groups(reason)
                 return Done()
             case Release(version, error):
                 with self._changed:
@@ -280,9 +283,10 @@ class TrainerEndpoint:
             )
 
     def _set_program(self, program: SenderProgram) -> None:
-        self._require_later(program.epoch)
-        self._leave_groups("a new plan came")
+        # One lock for all of it: a process that was stopped may go on with an older plan here.
         with self._work:
+            self._require_later(program.epoch)
+            self._leave_groups("a new plan came")
             self._epoch = program.epoch
             self._program = program
             self._hashes.clear()
@@ -414,9 +418,15 @@ class TrainerEndpoint:
         self._leave_groups("groups are built again")
         device = torch.device(self._engine_device, self._device_index or 0)
         sender = GroupSender(self.rank, self._manifest, program, request, device, self._fault)
-        with self._work:
-            self._sender = sender
-            sender.prepare(self._local(), self._generation)
+        try:
+            with self._work:
+                self._checked(request.epoch, request.plan_digest)
+                sender.prepare(self._local(), self._generation)
+                self._sender = sender
+        except BaseException as error:
+            sender.abort(f"trainer {self.rank} failed: {error}")
+            sender.close()
+            raise
         return Joined(sender.cuts)
 
     def _send(self, request: SendRounds) -> Done:

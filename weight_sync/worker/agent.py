@@ -100,8 +100,9 @@ class WorkerAgent:
                 return self._attach(request)
             case Commit():
                 return self._commit(request)
-            case Detach():
-                self._detach()
+            case Detach(epoch, _):
+                if epoch >= self._epoch:
+                    self._detach()
                 return Done()
             case Status():
                 return self.state()
