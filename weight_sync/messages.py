@@ -54,11 +54,15 @@ class SetProgram(Message, frozen=True):
 
 
 class AwaitVersion(Message, frozen=True):
-    """Waits until the rank says its weights are at ``version`` and will not change."""
+    """Waits until the rank says its weights are at ``version`` and will not change.
+
+    Digests that will be asked for are made from then on, while engines pause and bytes travel.
+    """
 
     version: int
     epoch: int
     seconds: float
+    verify: bool
 
 
 class GetExports(Message, frozen=True):

@@ -98,11 +98,13 @@ class TrainerRanks:
         raise_first(errors)
         return {p.rank: results[p.name] for p in chosen}
 
-    def await_version(self, version: int, epoch: int, deadline: Deadline) -> None:
+    def await_version(
+        self, version: int, epoch: int, deadline: Deadline, *, verify: bool
+    ) -> None:
         """Waits until every rank published ``version``; ranks that did not are named."""
         _, errors = run_all(
             {p.name: p for p in self.peers},
-            lambda p: p.await_version(version, epoch, deadline),
+            lambda p: p.await_version(version, epoch, deadline, verify=verify),
             deadline,
             "publish",
             version,

@@ -420,7 +420,7 @@ class WeightSynchronizer:
         verify = verify or not self._torn.isdisjoint(present)
         stage("publish")
         require_awake(self._shards, present, version, epoch, deadline)
-        self._trainers.await_version(version, epoch, deadline)
+        self._trainers.await_version(version, epoch, deadline, verify=verify)
         if verify and not self._replicas_checked:
             check_replicas(plan, self._trainers, version, deadline)
             self._replicas_checked = True

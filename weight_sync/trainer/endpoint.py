@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -120,12 +121,13 @@ class TrainerEndpoint:
         self._digests: dict[tuple[int, int], Digests] = {}
         self._rings: dict[int, Ring] = {}
         self._sender: GroupSender | None = None
-        # Digests asked for once are made ahead from then on, while engines are still being paused.
-        self._hash_ahead = False
         self._version = -1
         self._released: tuple[int, str] = (-1, "")
         self._event: torch.cuda.Event | None = None
         self._changed = threading.Condition()
+        # What hashes holds only the first, so that bytes can be served meanwhile; whoever changes
+        # what is hashed takes both, in this order.
+        self._hashing = threading.RLock()
         self._work = threading.RLock()
         self._closed = False
         self._server = Server(self._serve, host=host)
@@ -148,7 +150,7 @@ class TrainerEndpoint:
                 f"trainer {self.rank} already published version {self._version}; versions must "
                 f"grow, {version} does not"
             )
-        with self._work:
+        with self._hashing, self._work:
             self._served.prepare(version)
             fingerprint = self._served.source.fingerprint()
             if self._regions is None or fingerprint != self._fingerprint:
@@ -159,10 +161,6 @@ class TrainerEndpoint:
         with self._changed:
             self._version = version
             self._changed.notify_all()
-        if self._hash_ahead:
-            threading.Thread(
-                target=self._hash, args=(version,), name="weight-sync-hash", daemon=True
-            ).start()
 
     def wait(self, version: int, seconds: float | None = None) -> None:
         """Waits until the refit of ``version`` ended.
@@ -188,21 +186,20 @@ class TrainerEndpoint:
 
     def forget(self) -> None:
         """Drops every reference to weight memory; call it before offloading or freeing weights."""
-        with self._work:
+        with self._hashing, self._work:
             self._forget_regions()
             self._served.forget()
 
     def _forget_regions(self) -> None:
-        with self._work:
-            self._regions = None
-            self._fingerprint = None
-            self._hashes.clear()
-            self._exporter.forget()
-            for ring in self._rings.values():
-                ring.close()
-            self._rings.clear()
-            if self._sender is not None:
-                self._sender.forget()
+        self._regions = None
+        self._fingerprint = None
+        self._hashes.clear()
+        self._exporter.forget()
+        for ring in self._rings.values():
+            ring.close()
+        self._rings.clear()
+        if self._sender is not None:
+            self._sender.forget()
 
     def close(self) -> None:
         """Stops serving; safe twice."""
@@ -242,8 +239,11 @@ class TrainerEndpoint:
                 self._fault("plan")
                 self._set_program(program)
                 return Done()
-            case AwaitVersion(version, epoch, seconds):
-                return self._await_version(version, epoch, Deadline(seconds))
+            case AwaitVersion(version, epoch, seconds, verify):
+                reply = self._await_version(version, epoch, Deadline(seconds))
+                if verify:
+                    self._hash_ahead(version)
+                return reply
             case GetExports(epoch, digest):
                 return self._exports(epoch, digest)
             case GetDigests(epoch, digest, version, class_id):
@@ -284,7 +284,7 @@ class TrainerEndpoint:
 
     def _set_program(self, program: SenderProgram) -> None:
         # One lock for all of it: a process that was stopped may go on with an older plan here.
-        with self._work:
+        with self._hashing, self._work:
             self._require_later(program.epoch)
             self._leave_groups("a new plan came")
             self._epoch = program.epoch
@@ -296,7 +296,7 @@ class TrainerEndpoint:
             self._rings.clear()
 
     def _quantize(self, wanted: tuple[QuantSpec, ...], epoch: int) -> GotManifest:
-        with self._work:
+        with self._hashing, self._work:
             self._require_later(epoch)
             if self._served.want(wanted):
                 self._manifest = self._served.manifest
@@ -375,10 +375,9 @@ class TrainerEndpoint:
             )
 
     def _class_digests(self, epoch: int, digest: str, version: int, class_id: int) -> Digests:
-        program = self._checked(epoch, digest)
         self._fault("verify")
-        self._hash_ahead = True
-        with self._work:
+        with self._hashing:
+            program = self._checked(epoch, digest)
             return self._digest_of(program, version, class_id)
 
     def _digest_of(self, program: SenderProgram, version: int, class_id: int) -> Digests:
@@ -387,29 +386,35 @@ class TrainerEndpoint:
             task = next((t for t in program.hashes if t.class_id == class_id), None)
             if task is None:
                 return Digests(pack(np.zeros(0, np.uint64)))
-            regions = self._local(version)
-            if class_id not in self._hashes:
-                self._hashes[class_id] = compile_hash(self._manifest, regions, task)
+            with self._work:
+                regions = self._local(version)
+                if class_id not in self._hashes:
+                    self._hashes[class_id] = compile_hash(self._manifest, regions, task)
+                work = self._hashes[class_id]
             self._digests = {k: d for k, d in self._digests.items() if k[0] == version}
-            self._digests[key] = Digests(pack(self._hashes[class_id].run()))
+            self._digests[key] = Digests(pack(work.run()))
         return self._digests[key]
 
-    def _hash(self, version: int) -> None:
-        """Makes the digests of a version before they are asked for."""
-        if self._device_index is not None:
-            torch.cuda.set_device(self._device_index)
-        if self._event is not None:
-            self._event.synchronize()
-        with self._work:
-            program = self._program
-            if program is not None and version == self._version and not self._closed:
-                for task in program.hashes:
-                    self._digest_of(program, version, task.class_id)
+    def _hash_ahead(self, version: int) -> None:
+        """Begins the digests of a version before workers ask for them."""
+
+        def run() -> None:
+            if self._device_index is not None:
+                torch.cuda.set_device(self._device_index)
+            # A worker that asks for them gets the error.
+            with suppress(Exception), self._hashing:
+                program = self._program
+                if program is not None and version == self._version and not self._closed:
+                    for task in program.hashes:
+                        self._digest_of(program, version, task.class_id)
+
+        threading.Thread(target=run, name="weight-sync-hash", daemon=True).start()
 
     def _replica_digests(self, version: int) -> Digests:
-        with self._work:
-            regions = self._local(version)
-            return Digests(pack(compile_replica_hash(self._manifest, regions).run()))
+        with self._hashing:
+            with self._work:
+                work = compile_replica_hash(self._manifest, self._local(version))
+            return Digests(pack(work.run()))
 
     # --- groups ---------------------------------------------------------------------------------
 

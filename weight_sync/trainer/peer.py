@@ -75,10 +75,12 @@ class TrainerPeer:
             self._manifest = self.call(GetManifest(), GotManifest, deadline, "manifest").manifest
         return self._manifest
 
-    def await_version(self, version: int, epoch: int, deadline: Deadline) -> None:
+    def await_version(
+        self, version: int, epoch: int, deadline: Deadline, *, verify: bool
+    ) -> None:
         """Waits until the rank's weights are at ``version``; remembers its generation."""
         reply = self.call(
-            AwaitVersion(version, epoch, deadline.remaining()),
+            AwaitVersion(version, epoch, deadline.remaining(), verify),
             Published,
             deadline,
             "publish",

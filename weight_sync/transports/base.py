@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -47,6 +47,23 @@ class Delivery:
     dtypes: tuple[str, ...]
     key: object
     release: Callable[[], None] = field(default=_nothing)
+
+    def take(self, which: I64) -> Delivery:
+        """Some of the pieces, with only the memory they lie in.
+
+        Args:
+            which: int64, indices into ``rows``.
+        """
+        used, buffer = np.unique(self.buffer[which], return_inverse=True)
+        return replace(
+            self,
+            rows=self.rows[which],
+            buffers=[self.buffers[i] for i in used.tolist()],
+            buffer=buffer.astype(np.int32),
+            offset=self.offset[which],
+            stride=self.stride[which],
+            dtypes=tuple(self.dtypes[i] for i in which.tolist()),
+        )
 
 
 class ReceiverTransport(Protocol):

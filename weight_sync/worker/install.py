@@ -317,7 +317,8 @@ class Installer:
         if unit not in self._open:
             self._open[unit] = self._begin(unit)
         work = self._open[unit]
-        parameters = np.unique(self._pieces.parameter[delivery.rows[rows]]).tolist()
+        delivery = delivery.take(rows)
+        parameters = np.unique(self._pieces.parameter[delivery.rows]).tolist()
         buffers: list[torch.Tensor] = []
         buffer_of: dict[int, int] = {}
         for parameter in parameters:
@@ -325,7 +326,7 @@ class Installer:
             buffers.append(storage_bytes(work.destinations[parameter]))
             work.buffers.append(buffers[-1])
         shift = {p: int(work.destinations[p].storage_offset()) for p in parameters}
-        tables = self._table(delivery, rows, buffer_of, shift)
+        tables = self._table(delivery, np.arange(len(rows)), buffer_of, shift)
         compile_copy(tables, delivery.buffers, work.buffers).run()
         work.tables.extend(tables)
         work.left -= len(rows)
