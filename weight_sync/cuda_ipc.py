@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 
 @cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
+
+
+@contextmanager
+def _context(device: int) -> Iterator[None]:
+    """Makes the device's primary context current, also in a thread that never used CUDA.
+
+    Naming the device is not enough: the runtime binds the context at its first real call, and the
+    driver's own functions refuse a thread without one.
+    """
+    import cupy
+
+    with cupy.cuda.Device(device):
+        cupy.cuda.runtime.setDevice(device)
+        cupy.cuda.runtime.free(0)
+        yield
 
 
 def allocation_of(address: int) -> tuple[int, int]:
@@ -35,7 +52,7 @@ def export_address(address: int, device: int) -> tuple[bytes, int]:
     """
     import cupy
 
-    with cupy.cuda.Device(device):
+    with _context(device):
         base, _ = allocation_of(address)
         handle = cupy.cuda.runtime.ipcGetMemHandle(base)
     return bytes(handle), address - base
@@ -64,7 +81,7 @@ class OpenHandles:
         """
         import cupy
 
-        with self._lock, cupy.cuda.Device(self.device):
+        with self._lock, _context(self.device):
             if handle not in self._open:
                 self._open[handle] = cupy.cuda.runtime.ipcOpenMemHandle(handle)
                 self.opened += 1
@@ -76,7 +93,7 @@ class OpenHandles:
         """Closes all handles; nothing may read them any more. Safe twice."""
         import cupy
 
-        with self._lock, cupy.cuda.Device(self.device):
+        with self._lock, _context(self.device):
             for address in self._open.values():
                 cupy.cuda.runtime.ipcCloseMemHandle(address)
                 self.closed += 1
