@@ -16,6 +16,7 @@ STAGES = (
     "verify",
     "invalidate",
     "resume",
+    "release",
 )
 
 

@@ -18,12 +18,7 @@ from weight_sync.errors import ConfigError, EngineStateError, StaleEpochError
 from weight_sync.fanout import raise_first
 from weight_sync.manifest import Manifest
 from weight_sync.membership import Membership, MembershipTracker
-from weight_sync.messages import (
-    Attached,
-    Detach,
-    Done,
-    TrainerEndpointInfo,
-)
+from weight_sync.messages import Attached, Detach, Done, TrainerEndpointInfo
 from weight_sync.negotiation import negotiate
 from weight_sync.participants import Shards, TrainerRanks, raise_shards
 from weight_sync.plan import DEFAULT_BUCKET_BYTES, Plan
@@ -83,9 +78,8 @@ class WeightSynchronizer:
         except ConfigError as error:
             problems.append(str(error))
         if [t.rank for t in trainers] != list(range(len(trainers))) or not trainers:
-            problems.append(
-                f"trainers must be ranks 0..n-1 in order, not {[t.rank for t in trainers]}"
-            )
+            ranks = [t.rank for t in trainers]
+            problems.append(f"trainers must be ranks 0..n-1 in order, not {ranks}")
         if not shards or len({s.workers for s in shards}) > 1:
             problems.append(
                 f"shards must be at least one and have equally many workers, not "
@@ -297,6 +291,7 @@ class WeightSynchronizer:
             RefitError: Naming stage, version, epoch and ranks. If live bytes may have changed,
                 :attr:`is_stale` stays true and affected shards stay paused.
         """
+        begin = time.perf_counter()
         self._require_open()
         self._require_newer(version)
         deadline = Deadline(self._seconds if deadline_s is None else deadline_s)
@@ -305,11 +300,12 @@ class WeightSynchronizer:
         error = ""
         try:
             with Progress(f"refit v{version}", STAGES) as progress:
-                return self._with_survivors(version, verify, deadline, progress)
+                report = self._with_survivors(version, verify, deadline, progress)
         except BaseException as problem:
             error = str(problem) or type(problem).__name__
             raise
         finally:
+            ended = time.perf_counter()
             untold = self._trainers.release(
                 version,
                 self._tracker.epoch,
@@ -319,6 +315,10 @@ class WeightSynchronizer:
             )
             if not error:
                 raise_first(untold)
+        now = time.perf_counter()
+        return structs.replace(
+            report, seconds=report.seconds | {"release": now - ended}, total_seconds=now - begin
+        )
 
     def _require_newer(self, version: int) -> None:
         newest = max(self._version, *self._shard_versions)

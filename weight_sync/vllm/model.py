@@ -97,7 +97,10 @@ class VllmModel:
 
     def live(self, unit: str) -> Mapping[str, torch.Tensor]:
         """Live tensors of one unit."""
-        return live_tensors(self._modules[unit]).all()
+        module = self._modules[unit]
+        # Asked of every unit in every refit, so without the bookkeeping of a swap.
+        own = (*module._parameters.items(), *module._buffers.items())
+        return {name: tensor for name, tensor in own if tensor is not None}
 
     def begin(self, unit: str) -> UnitInstall:
         """Starts a processed or loader install."""

@@ -140,12 +140,14 @@ class Installer:
         self._open: dict[int, _OpenUnit] = {}
         self.bytes_total = int(self._pieces.nbytes.sum())
 
-    def _live_addresses(self) -> dict[str, int]:
-        return {
-            f"{unit.name}.{name}": tensor.data_ptr()
-            for unit in self._recording.units
-            for name, tensor in self._model.live(unit.name).items()
-        }
+    def _live_addresses(self) -> dict[tuple[str, str], int]:
+        # Parameter classes of engines dispatch every call in Python, which takes most of the time.
+        with torch._C.DisableTorchFunctionSubclass():
+            return {
+                (unit.name, name): tensor.data_ptr()
+                for unit in self._recording.units
+                for name, tensor in self._model.live(unit.name).items()
+            }
 
     def forget(self) -> None:
         """Drops everything that refers to the memory of deliveries."""
@@ -155,7 +157,8 @@ class Installer:
     def moved(self) -> list[str]:
         """Live tensors whose address is not the one they had when the program came."""
         now = self._live_addresses()
-        return sorted(n for n, a in self._addresses.items() if now.get(n) != a)
+        moved = (at for at, address in self._addresses.items() if now.get(at) != address)
+        return sorted(f"{unit}.{name}" for unit, name in moved)
 
     def modes(self) -> dict[str, int]:
         """Units per mode."""
