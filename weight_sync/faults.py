@@ -14,7 +14,7 @@ class FaultHook(Protocol):
         Args:
             stage: What begins, e.g. ``"connect"`` or ``"transfer"``.
             offset: Bytes of this participant's own part that were launched before, in
-                ``"transfer"``.
+                ``"transfer"``, or made before, in ``"quantize"``.
         """
         ...
 

@@ -98,9 +98,7 @@ class TrainerRanks:
         raise_first(errors)
         return {p.rank: results[p.name] for p in chosen}
 
-    def await_version(
-        self, version: int, epoch: int, deadline: Deadline, *, verify: bool
-    ) -> None:
+    def await_version(self, version: int, epoch: int, deadline: Deadline, *, verify: bool) -> None:
         """Waits until every rank published ``version``; ranks that did not are named."""
         _, errors = run_all(
             {p.name: p for p in self.peers},

@@ -8,7 +8,7 @@ import torch
 
 from weight_sync.quantize.format import Format
 from weight_sync.quantize.reference import encode, finite_amax
-from weight_sync.quantize.work import Work, refuse_infinities
+from weight_sync.quantize.work import Work, count_by_name, refuse_infinities
 
 
 class CpuQuantize:
@@ -24,9 +24,16 @@ class CpuQuantize:
         """Quantizes everything; ``stream`` has no meaning here."""
         self._encode([None] * len(self._works))
 
+    def before(self, stream: int) -> None:
+        """The bytes are there when :meth:`run` returns."""
+
+    def infinities(self, seconds: float | None = None) -> dict[str, int]:
+        """Infinite elements of the tensors that hold some; there is nothing to await."""
+        return count_by_name(self._works, self._infinities)
+
     def check(self, seconds: float | None = None) -> None:
-        """Raises QuantizationError naming tensors with infinities; there is nothing to await."""
-        refuse_infinities([w.name for w in self._works], self._infinities)
+        """Raises QuantizationError naming tensors with infinities."""
+        refuse_infinities(self.infinities(seconds))
 
     def _encode(self, amax: Sequence[torch.Tensor | None]) -> None:
         for number, (work, largest) in enumerate(zip(self._works, amax, strict=True)):

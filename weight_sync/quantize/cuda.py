@@ -21,7 +21,7 @@ from weight_sync.errors import DeadlineError, EnvironmentUnsupportedError
 from weight_sync.kernels.cuda_module import launch
 from weight_sync.quantize.format import Format
 from weight_sync.quantize.table import Operand, job_table, matrices
-from weight_sync.quantize.work import Work, refuse_infinities
+from weight_sync.quantize.work import Work, count_by_name, refuse_infinities
 
 _POLL_SECONDS = 50e-6
 _LEAST_CAPABILITY = (8, 9)
@@ -64,8 +64,15 @@ class CudaQuantize:
         self._launch(self._form.value, self._infinities)
         self._report()
 
-    def check(self, seconds: float | None = None) -> None:
-        """Waits for the counts of the last run and refuses infinities, as the protocol says."""
+    def before(self, stream: int) -> None:
+        """Makes a stream wait for the last run, which on it ends with the counts."""
+        from cupy.cuda import runtime
+
+        with torch.cuda.device(self._device):
+            runtime.streamWaitEvent(stream, self._counted.ptr)
+
+    def infinities(self, seconds: float | None = None) -> dict[str, int]:
+        """Waits for the counts of the last run; see the protocol."""
         limit = deadline_seconds() if seconds is None else seconds
         end = time.monotonic() + limit
         while not self._counted.done:
@@ -77,7 +84,11 @@ class CudaQuantize:
                 )
             time.sleep(_POLL_SECONDS)
         counts = [int(part.sum()) for part in self._counts.split(self._slots)]
-        refuse_infinities([w.name for w in self._works], counts)
+        return count_by_name(self._works, counts)
+
+    def check(self, seconds: float | None = None) -> None:
+        """Refuses infinities, as the protocol says."""
+        refuse_infinities(self.infinities(seconds))
 
     def _event(self) -> Any:  # noqa: ANN401
         import cupy
@@ -174,12 +185,12 @@ class CudaFp8Tensor(CudaQuantize):
         self._begin(stream)
         self._clear(self.amax)
         self._launch("measure", self._infinities, self.amax)
-        self._report()
 
     def cast(self, stream: int | None = None) -> None:
         """Enqueues the cast with what ``amax`` holds when it runs."""
         self._stream = self._pointer(stream)
         self._launch("cast", self.amax)
+        self._report()
 
 
 def _require(device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -47,6 +47,27 @@ class CompiledQuantize(Protocol):
 
         Args:
             stream: CUDA stream pointer; torch's current stream of the device by default.
+        """
+        ...
+
+    def before(self, stream: int) -> None:
+        """Orders what is enqueued on a stream from now on after the last run.
+
+        On CPU there is nothing to do.
+
+        Args:
+            stream: CUDA stream pointer.
+        """
+        ...
+
+    def infinities(self, seconds: float | None = None) -> dict[str, int]:
+        """Waits for the last run and tells which tensors hold how many infinite elements.
+
+        Args:
+            seconds: Longest wait; ``WEIGHT_SYNC_DEADLINE_S`` by default.
+
+        Raises:
+            DeadlineError: If the GPU did not finish in time.
         """
         ...
 
@@ -120,19 +141,35 @@ def compile_fp8_tensor(works: Sequence[Work]) -> CompiledFp8Tensor:
     return CpuFp8Tensor(Format.FP8_TENSOR, works)
 
 
-def refuse_infinities(names: Sequence[str], counts: Sequence[int]) -> None:
-    """Raises where a count is not 0.
+def refuse_infinities(found: Mapping[str, int]) -> None:
+    """Raises if any tensor holds infinities.
+
+    Args:
+        found: Infinite elements of the tensors that hold some.
 
     Raises:
         QuantizationError: Naming the tensors.
     """
-    found = {name: count for name, count in zip(names, counts, strict=True) if count}
     if found:
         listed = shorten(f"{name} ({count})" for name, count in found.items())
         raise QuantizationError(
             f"infinite weights cannot be quantized to E4M3: {listed}. The trainer has diverged; "
             "go back to a checkpoint, or leave these names unquantized"
         )
+
+
+def count_by_name(works: Sequence[Work], counts: Sequence[int]) -> dict[str, int]:
+    """Adds up counts that are not 0 of works with the same name.
+
+    Args:
+        works: A rank may hold several regions of one tensor.
+        counts: One per work.
+    """
+    out: dict[str, int] = {}
+    for work, count in zip(works, counts, strict=True):
+        if count:
+            out[work.name] = out.get(work.name, 0) + count
+    return out
 
 
 def _on_cuda(form: Format, works: Sequence[Work]) -> bool:

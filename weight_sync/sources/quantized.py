@@ -3,20 +3,26 @@
 Wraps any other source. Each region of a wanted tensor becomes a region of its value and one of its
 scale, in one unit; everything else is passed through. Both lie in one block of memory on the
 shard's device that keeps its address, so transports export or pack it like any weight, and every
-refit only runs the quantize programs again. Nothing of the trainer's own memory is changed.
+refit only runs the quantize programs again, chunk by chunk in the order in which bytes travel.
+Nothing of the trainer's own memory is changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from weight_sync.comm.deadline import Deadline
 from weight_sync.device_memory import plain_memory
 from weight_sync.dtypes import itemsize
+from weight_sync.env import deadline_seconds
 from weight_sync.errors import LayoutError, QuantizationError, shorten
+from weight_sync.faults import FaultHook, no_fault
 from weight_sync.layout import Box, full_box
 from weight_sync.manifest import Manifest, TensorSpec, build_manifest
 from weight_sync.quantize.expand import expand, scale_box
@@ -24,16 +30,17 @@ from weight_sync.quantize.format import VALUE_DTYPE, Format, scale_dtype
 from weight_sync.quantize.wanted import QuantSpec
 from weight_sync.quantize.work import (
     CompiledFp8Tensor,
-    CompiledQuantize,
     Work,
     compile_fp8_tensor,
-    compile_quantize,
+    refuse_infinities,
 )
 from weight_sync.sources.base import WeightSource
+from weight_sync.sources.quantized_chunks import ChunkedParts
 from weight_sync.sources.quantized_scales import SharedScales
 
 # Every value and scale begins at a multiple of this, for the widest accesses of all kernels.
 _ALIGN = 256
+I64 = NDArray[np.int64]
 ReduceMax = Callable[[torch.Tensor], None]
 
 
@@ -78,6 +85,7 @@ class QuantizedSource:
         reduce_max: Takes a float32 vector on the shards' device and replaces it by the maximum over
             all trainer ranks, e.g. an ``all_reduce``. Needed where FP8-per-tensor matrices are
             sharded; every rank calls it once per refit, after the weights were published.
+        fault: For fault injection in tests.
     """
 
     def __init__(
@@ -86,15 +94,19 @@ class QuantizedSource:
         wanted: Sequence[QuantSpec],
         *,
         reduce_max: ReduceMax | None = None,
+        fault: FaultHook = no_fault,
     ) -> None:
         self._source = source
         self._wanted = {spec.name: spec for spec in wanted}
         self._reduce = reduce_max
+        self._fault = fault
         self._regions: list[_Region] = []
         self._parts: list[_Part] = []
         self._nbytes = 0
         self._memory: torch.Tensor | None = None
-        self._programs: list[CompiledQuantize] = []
+        self._part_of = np.zeros(0, np.int64)
+        self._order: list[int] = []
+        self._chunks: ChunkedParts | None = None
         self._matrices: CompiledFp8Tensor | None = None
         self._scales: SharedScales | None = None
         self._compiled_for: object = None
@@ -163,6 +175,8 @@ class QuantizedSource:
                 mine.append(known[key])
             self._regions += [_Region(part=part) for part in mine]
             self._regions += [_Region(part=part, scale=True) for part in mine]
+        self._part_of = np.array([region.part for region in self._regions], np.int64)
+        self._order = self._in_chunks(range(len(self._parts)))
 
     def _reserve(self, nbytes: int) -> int:
         at = self._nbytes
@@ -215,27 +229,91 @@ class QuantizedSource:
         return self._memory[offset : offset + nbytes]
 
     def prepare(self) -> None:
-        """Readies and quantizes the rank's weights; on CUDA only enqueued on the current stream.
+        """Readies and quantizes the rank's weights: what follows on this thread may read them.
 
         Raises:
             LayoutError: If a tensor's memory cannot be read by the kernels.
             QuantizationError: If a tensor's dtype does not fit.
+            DeadlineError: If quantizing did not end in time.
         """
         self._source.prepare()
-        self.quantize()
+        self.ready()
+        self.start()
+        memory, lane = self._memory, None
+        if memory is not None and memory.is_cuda:
+            lane = torch.cuda.current_stream(memory.device)
+        self.wait(np.arange(len(self._regions)), lane, Deadline(deadline_seconds()))
 
-    def quantize(self) -> None:
-        """Quantizes weights that were prepared; on CUDA only enqueued on the current stream."""
+    def arrange(self, regions: I64) -> None:
+        """Says in which order regions will be read, from the next version on.
+
+        Args:
+            regions: int64 ``[n]``; those that are missing come last.
+        """
+        parts = self._part_of[regions].tolist()
+        order = self._in_chunks(dict.fromkeys([*parts, *range(len(self._parts))]))
+        if order != self._order:
+            self._order = order
+            self._compiled_for = None
+
+    def _in_chunks(self, parts: Iterable[int]) -> list[int]:
+        """Those of parts (-1 for none) that are quantized in chunks."""
+        whole = Format.FP8_TENSOR
+        return [p for p in parts if p >= 0 and self._parts[p].spec.format is not whole]
+
+    def ready(self) -> None:
+        """Quantizes what ranks do together: matrices with one scale, on the current stream.
+
+        What an earlier :meth:`start` began has ended afterwards.
+
+        Raises:
+            LayoutError: If a tensor's memory cannot be read by the kernels.
+            QuantizationError: If a tensor's dtype does not fit.
+            DeadlineError: If an earlier version's quantization did not end in time.
+        """
+        self.end(deadline_seconds(), early=True)
         if self._memory is None or self._compiled_for != self._source.fingerprint():
             self.compile()
-        for program in self._programs:
-            program.run()
         if self._scales is not None:
             if self._matrices is not None:
                 self._matrices.measure()
             self._scales.unite(self._matrices.amax if self._matrices else None, self._reduce)
             if self._matrices is not None:
                 self._matrices.cast()
+
+    def start(self) -> None:
+        """Begins to quantize the rest, after what the current stream holds; returns at once."""
+        if self._chunks is not None:
+            self._chunks.start()
+
+    def wait(self, regions: I64, lane: torch.cuda.Stream | None, deadline: Deadline) -> None:
+        """Lets what follows read some regions, while others are still being made.
+
+        Args:
+            regions: int64 ``[n]``.
+            lane: The stream that reads; None if this thread does.
+            deadline: When to give up.
+
+        Raises:
+            RefitError: If quantizing failed, or weights were published anew or given back.
+            DeadlineError: If it did not come so far in time.
+        """
+        if self._chunks is not None:
+            parts = self._part_of[regions]
+            self._chunks.wait(parts[parts >= 0], lane, deadline)
+
+    def end(self, seconds: float, *, early: bool = False) -> None:
+        """Returns when memory is no longer written, whatever became of it.
+
+        Args:
+            seconds: Longest wait.
+            early: Whether what was not begun may be left out.
+
+        Raises:
+            DeadlineError: If it did not end in time.
+        """
+        if self._chunks is not None:
+            self._chunks.end(Deadline(seconds), early=early)
 
     def compile(self) -> None:
         """Takes memory and compiles for where the weights lie now.
@@ -249,12 +327,12 @@ class QuantizedSource:
         device = self._device(sources)
         if self._memory is None or self._memory.device != device:
             self._memory = plain_memory(self._nbytes, device)
-        works: dict[Format, list[Work]] = {}
-        for part, source in zip(self._parts, sources, strict=True):
-            work = Work(part.spec.name, source, self._value(part), self._scale(part))
-            works.setdefault(part.spec.format, []).append(work)
-        matrices = works.pop(Format.FP8_TENSOR, [])
-        self._programs = [compile_quantize(form, group) for form, group in works.items()]
+        works = [
+            (part.spec.format, Work(part.spec.name, source, self._value(part), self._scale(part)))
+            for part, source in zip(self._parts, sources, strict=True)
+        ]
+        matrices = [work for form, work in works if form is Format.FP8_TENSOR]
+        self._chunks = ChunkedParts(works, self._order, device, self._fault)
         self._matrices = compile_fp8_tensor(matrices) if matrices else None
         whole = [s for s in self._wanted.values() if s.format is Format.FP8_TENSOR]
         boxes = [(p.spec, p.box) for p in self._parts if p.spec.format is Format.FP8_TENSOR]
@@ -268,24 +346,26 @@ class QuantizedSource:
         return torch.device("cpu") if plain is None else self._source.region(plain).device
 
     def synchronize(self) -> None:
-        """Waits until what :meth:`quantize` enqueued on the current stream is in memory."""
+        """Waits until what :meth:`ready` enqueued on the current stream is in memory."""
         if self._memory is not None and self._memory.is_cuda:
             torch.cuda.current_stream(self._memory.device).synchronize()
 
     def check(self, seconds: float | None = None) -> None:
-        """Waits for the last :meth:`prepare` and refuses what no format can hold.
+        """Waits until everything is quantized and refuses what no format can hold.
 
         Args:
             seconds: Longest wait; ``WEIGHT_SYNC_DEADLINE_S`` by default.
 
         Raises:
             QuantizationError: Naming tensors with infinities.
-            DeadlineError: If the device did not finish in time.
+            RefitError: If quantizing failed, or weights were published anew or given back.
+            DeadlineError: If it did not end in time.
         """
-        for program in self._programs:
-            program.check(seconds)
+        deadline = Deadline(deadline_seconds() if seconds is None else seconds)
+        found = {} if self._chunks is None else self._chunks.infinities(deadline)
         if self._matrices is not None:
-            self._matrices.check(seconds)
+            found |= self._matrices.infinities(deadline.remaining())
+        refuse_infinities(found)
 
     def fingerprint(self) -> object:
         """Changes when any local tensor or the quantized memory lies somewhere else."""
@@ -293,9 +373,14 @@ class QuantizedSource:
         return self._source.fingerprint(), None if memory is None else memory.data_ptr()
 
     def forget(self) -> None:
-        """Gives the quantized memory back; the next :meth:`prepare` makes it again."""
+        """Gives the quantized memory back; the next :meth:`ready` makes it again.
+
+        Raises:
+            DeadlineError: If what :meth:`start` began does not end.
+        """
+        self.end(deadline_seconds(), early=True)
         self._memory = None
-        self._programs = []
+        self._chunks = None
         self._matrices = None
         self._scales = None
         self._compiled_for = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import torch
@@ -110,7 +110,7 @@ class TrainerEndpoint:
         device = device_identity(self._device_index)
         source.prepare()
         self._manifest = source.manifest(rank, host_identity(), device)
-        self._served = Served(source, self._manifest, reduce_max)
+        self._served = Served(source, self._manifest, reduce_max, fault)
         self._exporter = Exporter()
         self._regions: LocalRegions | None = None
         self._fingerprint: object = None
@@ -124,6 +124,9 @@ class TrainerEndpoint:
         self._version = -1
         self._released: tuple[int, str] = (-1, "")
         self._event: torch.cuda.Event | None = None
+        # Digests must not come before bytes that are packed meanwhile.
+        cuda = engine_device == "cuda"
+        self._digest_stream = torch.cuda.Stream(self._device_index) if cuda else None
         self._changed = threading.Condition()
         # What hashes holds only the first, so that bytes can be served meanwhile; whoever changes
         # what is hashed takes both, in this order.
@@ -151,13 +154,14 @@ class TrainerEndpoint:
                 f"grow, {version} does not"
             )
         with self._hashing, self._work:
-            self._served.prepare(version)
+            self._served.prepare()
             fingerprint = self._served.source.fingerprint()
             if self._regions is None or fingerprint != self._fingerprint:
                 self._load_regions(fingerprint)
             if self._device_index is not None:
                 self._event = torch.cuda.Event()
                 self._event.record(torch.cuda.current_stream(self._device_index))
+            self._served.begin(version)
         with self._changed:
             self._version = version
             self._changed.notify_all()
@@ -332,7 +336,10 @@ class TrainerEndpoint:
         if self._event is not None:
             self._event.synchronize()
         with self._work:
-            self._served.ensure(version, deadline.remaining())
+            self._served.start(version)
+            # Through groups, nothing live changes before all was sent; who sends waits by itself.
+            if self._sender is None:
+                self._served.ensure(version, deadline.remaining())
         return Published(version, self._generation)
 
     def _checked(self, epoch: int, digest: str) -> SenderProgram:
@@ -358,7 +365,7 @@ class TrainerEndpoint:
                 version=version,
             )
         if version is not None:
-            self._served.ensure(version, env.deadline_seconds())
+            self._served.start(version)
         if self._regions is None:
             self._load_regions(self._served.source.fingerprint())
         assert self._regions is not None
@@ -368,6 +375,8 @@ class TrainerEndpoint:
         self._checked(epoch, digest)
         self._fault("connect")
         with self._work:
+            # Host memory moves when it becomes shared memory.
+            self._served.settle(env.deadline_seconds())
             return self._exporter.export(
                 self._local(),
                 self._generation,
@@ -391,8 +400,11 @@ class TrainerEndpoint:
                 if class_id not in self._hashes:
                     self._hashes[class_id] = compile_hash(self._manifest, regions, task)
                 work = self._hashes[class_id]
+            self._served.ensure(version, env.deadline_seconds())
             self._digests = {k: d for k, d in self._digests.items() if k[0] == version}
-            self._digests[key] = Digests(pack(work.run()))
+            side = self._digest_stream
+            with nullcontext() if side is None else torch.cuda.stream(side):
+                self._digests[key] = Digests(pack(work.run()))
         return self._digests[key]
 
     def _hash_ahead(self, version: int) -> None:
@@ -414,6 +426,7 @@ class TrainerEndpoint:
         with self._hashing:
             with self._work:
                 work = compile_replica_hash(self._manifest, self._local(version))
+            self._served.ensure(version, env.deadline_seconds())
             return Digests(pack(work.run()))
 
     # --- groups ---------------------------------------------------------------------------------
@@ -427,6 +440,7 @@ class TrainerEndpoint:
             with self._work:
                 self._checked(request.epoch, request.plan_digest)
                 sender.prepare(self._local(), self._generation)
+                self._served.arrange(sender.order())
                 self._sender = sender
         except BaseException as error:
             sender.abort(f"trainer {self.rank} failed: {error}")
@@ -444,9 +458,9 @@ class TrainerEndpoint:
             self._checked(request.epoch, request.plan_digest)
             with self._work:
                 sender.prepare(self._local(request.version), self._generation)
-            sender.send(
-                range(request.first, request.last), request.version, Deadline(request.seconds)
-            )
+                quantized = self._served.quantized
+            rounds, deadline = range(request.first, request.last), Deadline(request.seconds)
+            sender.send(rounds, request.version, deadline, quantized)
         except BaseException as error:
             # Whatever went wrong here, the others must not wait for bytes of this rank.
             sender.abort(f"trainer {self.rank} failed: {error}")
@@ -465,6 +479,7 @@ class TrainerEndpoint:
         self._fault("transfer", bucket * program.bucket_bytes)
         with self._work:
             regions = self._local(version)
+            self._served.ensure(version, env.deadline_seconds())
             if worker not in self._rings:
                 exports = self._exporter.export(
                     regions, self._generation, accelerator=self._engine_device == "cuda"

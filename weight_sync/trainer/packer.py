@@ -144,6 +144,11 @@ class Packer:
         item = np.array([itemsize(self._manifest.tensors[int(o)].dtype) for o in owner], np.int64)
         return self._pieces.size[rows].prod(axis=1) * item
 
+    def regions(self, number: int) -> I64:
+        """int64 ``[n]``, the regions that a bucket has pieces of."""
+        first, last = np.searchsorted(self._pieces.bucket, [number, number + 1]).tolist()
+        return self._pieces.region[first:last]
+
     def pack(self, number: int) -> torch.Tensor:
         """Packs a bucket on torch's current stream into slot ``number % 2``, which is returned."""
         slot = self.slots[number % 2]

@@ -75,9 +75,7 @@ class TrainerPeer:
             self._manifest = self.call(GetManifest(), GotManifest, deadline, "manifest").manifest
         return self._manifest
 
-    def await_version(
-        self, version: int, epoch: int, deadline: Deadline, *, verify: bool
-    ) -> None:
+    def await_version(self, version: int, epoch: int, deadline: Deadline, *, verify: bool) -> None:
         """Waits until the rank's weights are at ``version``; remembers its generation."""
         reply = self.call(
             AwaitVersion(version, epoch, deadline.remaining(), verify),

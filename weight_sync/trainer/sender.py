@@ -1,4 +1,7 @@
-"""The trainer side of broadcast and reshard: packs the next bucket while one is on the wire."""
+"""The trainer side of broadcast and reshard: packs the next bucket while one is on the wire.
+
+What engines want quantized is still being made meanwhile: a bucket waits for its own pieces only.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from weight_sync.faults import FaultHook, no_fault
 from weight_sync.manifest import Manifest
 from weight_sync.messages import JoinGroups
 from weight_sync.program import BroadcastSends, SenderProgram, SendTask
+from weight_sync.sources.quantized import QuantizedSource
 from weight_sync.trainer.export import LocalRegions
 from weight_sync.trainer.packer import Bucketed, Packer
 from weight_sync.transports.groups import Groups, join_groups, trainer_name
@@ -81,7 +85,8 @@ class GroupSender:
         self._ends = (0, *request.rounds)
         self._offset = 0
         cuda = device.type == "cuda"
-        self._lanes = [torch.cuda.Stream(device) if cuda else None for _ in range(2)]
+        # Before whatever else the trainer's GPU does: the wire would wait for a bucket.
+        self._lanes = [torch.cuda.Stream(device, priority=-1) if cuda else None for _ in range(2)]
         self._fault("connect")
         self._groups: Groups = join_groups(
             request.groups, trainer_name(rank), device, Deadline(request.seconds)
@@ -141,6 +146,16 @@ class GroupSender:
         ]
         self.cuts[""] = cuts_digest(nbytes)
 
+    def order(self) -> I64:
+        """int64 ``[n]``, this rank's regions in the order in which buckets need them."""
+        regions = [
+            sending.packer.regions(sending.bucket)
+            for step in self._steps
+            for sending in step
+            if sending.root == self._rank
+        ]
+        return np.concatenate([np.zeros(0, np.int64), *regions])
+
     def prepare(self, regions: LocalRegions, generation: int) -> None:
         """Compiles what packs; called before a version, cheap if nothing moved."""
         for packer in self._packers:
@@ -151,18 +166,23 @@ class GroupSender:
         rounds: range,
         version: int,
         deadline: Deadline,
+        quantized: QuantizedSource | None = None,
     ) -> None:
         """Sends rounds of a version; returns when all bytes have left.
 
-        Packing is ordered after what was queued on the calling thread's current stream.
+        Packing is ordered after what was queued on the calling thread's current stream. Workers
+        only stage the first round, so nothing live has changed yet when it ends: that is where a
+        version is refused whose weights could not be quantized.
 
         Args:
             rounds: Which.
             version: For errors.
             deadline: When to abort.
+            quantized: Where regions come from that may still be in the making.
 
         Raises:
             RefitError: Naming who did not take part; all groups of the process are aborted then.
+            QuantizationError: Naming tensors with values that no format can hold.
         """
         if rounds.start == 0:
             self._offset = 0
@@ -174,14 +194,18 @@ class GroupSender:
             stop = min(self._ends[rounds.stop], len(self._steps))
             for step in range(self._ends[rounds.start], stop):
                 self._fault("transfer", self._offset)
-                self._step(step, inside)
+                self._step(step, inside, quantized)
             groups.synchronize(inside, version)
+            if quantized is not None and rounds.start == 0:
+                quantized.check(inside.remaining())
 
-    def _step(self, step: int, deadline: Deadline) -> None:
+    def _step(self, step: int, deadline: Deadline, quantized: QuantizedSource | None) -> None:
         groups, lane = self._groups, self._lanes[step % 2]
         with torch.cuda.stream(lane) if lane is not None else nullcontext():
             for sending in self._steps[step]:
                 if sending.root == self._rank:
+                    if quantized is not None:
+                        quantized.wait(sending.packer.regions(sending.bucket), lane, deadline)
                     sending.packer.pack(sending.bucket)
                     self._offset += sending.nbytes
         groups.wait_stream(lane)
