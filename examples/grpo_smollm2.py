@@ -1,10 +1,11 @@
-"""A real RL loop on a plain Linux box: vLLM generates, FSDP2 trains, weight_sync refits.
+"""A real RL loop on a plain Linux box: vLLM generates behind the facade over Ray, FSDP2 trains.
 
 SmolLM2-135M-Instruct learns sums of two digits by GRPO. After every optimizer step the new weights
-go into the running engine; at the end its greedy tokens must equal those of a fresh engine that
-loaded the trainer's saved checkpoint. Run it with ``make demo``.
+go into the running engine; at the end its greedy tokens must equal those of a fresh engine, in a
+process of its own, that loaded the trainer's saved checkpoint. Run it with ``make demo``.
 
-Exit status: 0 when every refit was verified and the final tokens match, else 1.
+Exit status: 0 when every refit was verified, all tokens carry the version of their refit and the
+final tokens match, else 1.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import msgspec
 
 import reward
 import smollm2
-from fresh_tokens import fresh_tokens
 from records import Result
-from rollouts import Engine, prepare_environment
+from rollouts import Engine, local_ray
 from trainers import Trainers
+from training import Loop
 
 STEPS = 8
-FINAL_TOKENS = 24
+CONNECT_DEADLINE_S = 120.0
 # Longer than a cache block, so that a stale prefix cache could not go unseen.
 FINAL_PROMPTS = (
     "The lighthouse keeper climbed the narrow stairs every evening, lit the great lamp, and wrote "
@@ -42,31 +43,25 @@ def run(build: Path) -> Result:
     Args:
         build: Directory for the starting checkpoint, kept from run to run.
     """
-    # These import torch, which reads the environment that main() prepared.
-    from training import Loop
-    from weight_sync.engine import LocalLLM
-    from weight_sync.synchronizer import WeightSynchronizer
-
     began = time.perf_counter()
     start = smollm2.checkpoint(build / "smollm2")
     prompts = list(FINAL_PROMPTS)
     with tempfile.TemporaryDirectory(prefix="demo-") as scratch:
         saved = Path(scratch) / "trained"
-        with Trainers(start) as trainers:
-            engine = Engine(start)
-            endpoints = trainers.ready()
-            print(f"engine and trainers up after {time.perf_counter() - began:.0f} s", flush=True)
-            # Also fills the prefix cache of version 0, which every refit has to drop.
-            before = engine.greedy(prompts, FINAL_TOKENS)
-            synchronizer = WeightSynchronizer(endpoints, [LocalLLM(engine.llm)])
-            try:
-                synchronizer.init_communicator()
-                records = Loop(engine, trainers, synchronizer).run(STEPS)
-            finally:
-                synchronizer.shutdown()
-            trainers.save(saved)
-        live = engine.greedy(prompts, FINAL_TOKENS)
-        fresh = fresh_tokens(saved, prompts, FINAL_TOKENS)
+        with local_ray():
+            with Trainers(start) as trainers, Engine(start) as engine:
+                engine.fleet.prepare_refit_info(trainers.ready())
+                (connected,) = engine.fleet.init_ipc_zmq()
+                connected.result(CONNECT_DEADLINE_S)
+                up = time.perf_counter() - began
+                print(f"engine and trainers up and connected after {up:.0f} s", flush=True)
+                # Also fills the prefix cache of version 0, which every refit has to drop.
+                before = engine.greedy(prompts)
+                records = Loop(engine, trainers).run(STEPS)
+                trainers.save(saved)
+                live = engine.greedy(prompts)
+            with Engine(saved) as engine:
+                fresh = engine.greedy(prompts)
     changed = sum(a != b for a, b in zip(before, live, strict=True))
     print(f"greedy tokens: {changed} of {len(prompts)} prompts changed since version 0")
     print(f"live engine equals a fresh one loaded from the trainer's checkpoint: {live == fresh}")
@@ -79,9 +74,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     out: Path = parser.parse_args().out
-    prepare_environment()
     out.parent.mkdir(parents=True, exist_ok=True)
-    result = run(out.parent)
+    result = run(out.parent.resolve())
     out.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     return 0 if result.good else 1
 

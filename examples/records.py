@@ -15,6 +15,7 @@ class StepRecord(msgspec.Struct, frozen=True):
         stages: Milliseconds of each stage.
         bytes: Bytes moved.
         verified: Whether every worker's digest agreed with the trainer's.
+        stamped: Whether every token sampled after it carries that version.
         logprob_gap: Mean over the sampled tokens of |trainer - engine| log-probability, both with
             that version.
     """
@@ -25,6 +26,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     stages: dict[str, float]
     bytes: int
     verified: bool
+    stamped: bool
     logprob_gap: float
 
     def line(self) -> str:
@@ -47,4 +49,4 @@ class Result(msgspec.Struct, frozen=True):
     @property
     def good(self) -> bool:
         """Whether the run showed what it is meant to show."""
-        return self.final_tokens_match and all(s.verified for s in self.steps)
+        return self.final_tokens_match and all(s.verified and s.stamped for s in self.steps)

@@ -1,109 +1,170 @@
-"""The generating side of the demo: one vLLM engine on CPU, inside this process."""
+"""The generating side of the demo: vLLM on CPU behind the facade, in a Ray actor of its own."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
 
 import msgspec
+import ray
+import torch
+from transformers import AutoTokenizer
 
-if TYPE_CHECKING:
-    from vllm import LLM
+from generation import RayCluster, VllmConfig, VllmGeneration, VllmSpecificArgs
+from generation.batch import Batch
 
-MAX_TOKENS = 8
+SAMPLED_TOKENS = 8
+GREEDY_TOKENS = 24
 SEED = 0
 
 
-def prepare_environment() -> None:
-    """Sets what vLLM and OpenMP read on import; call it before torch is imported anywhere."""
-    defaults = {
-        # The engine runs in this process and on the CPUs that this process may use.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+@contextmanager
+def local_ray() -> Iterator[None]:
+    """Ray for one engine, on this machine; it ends within a minute when this process is killed."""
+    # Ray would end the engine when the machine is short of memory, whoever uses that memory.
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+    # Ray would let the engine run only when nobody else wants the cores.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray.init(
+        address="local",
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=128 * 1024**2,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def engine_environment() -> dict[str, str]:
+    """What vLLM and OpenMP read in the engine's process."""
+    return {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # vLLM would fall back to one thread for serving; the trainers sleep while it generates.
+        # Ray would give it one thread; the trainers sleep while it generates.
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-        # Waiting threads sleep: spinning ones starve the others when the cores are shared.
+        # Waiting threads sleep: spinning ones starve the trainers.
         "OMP_WAIT_POLICY": "PASSIVE",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
     }
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
 
 
 class Rollout(msgspec.Struct, frozen=True):
-    """One sampled completion as the engine returned it.
+    """One completion as the engine returned it.
 
     Attributes:
         prompt_ids: Token ids of the prompt.
-        token_ids: Token ids of the completion.
+        token_ids: Token ids of the completion, its stop string included.
         logprobs: Natural-log probability of each of them when it was drawn (temperature 1).
-        text: The completion without its stop string.
+        text: The completion.
+        versions: Weight versions that its tokens were generated with.
     """
 
     prompt_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
     text: str
+    versions: set[int]
 
 
 class Engine:
-    """vLLM serving one checkpoint directory in bf16.
+    """A fleet of one vLLM engine in bf16. A context manager: leaving it ends the engine's process.
 
     Args:
         checkpoint: Directory with weights and tokenizer.
+
+    Attributes:
+        fleet: The facade, for refits.
     """
 
     def __init__(self, checkpoint: Path) -> None:
-        from vllm import LLM
-
-        self.llm: LLM = LLM(
-            str(checkpoint),
-            dtype="bfloat16",
-            enforce_eager=True,
-            max_model_len=128,
-            # The smallest block on CPU: prompts of more than 32 tokens are served from the prefix
-            # cache, so a refit that left it alone would show in the tokens compared at the end.
-            block_size=32,
-            enable_prefix_caching=True,
-            seed=SEED,
-            worker_extension_cls="weight_sync.vllm.worker_extension.WeightSyncExtension",
-            generation_config="vllm",
+        self._tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        config = VllmConfig(
+            model_name=str(checkpoint),
+            max_new_tokens=GREEDY_TOKENS,
+            pad_token_id=self._tokenizer.pad_token_id,
+            vllm_cfg=VllmSpecificArgs(
+                tensor_parallel_size=1,
+                gpu_memory_utilization=0.3,
+                max_model_len=128,
+                precision="bfloat16",
+                enforce_eager=True,
+                env_vars=engine_environment(),
+            ),
+            vllm_kwargs={
+                "kv_cache_memory_bytes": 256 * 1024**2,
+                # The smallest block on CPU: prompts of more than 32 tokens are served from the
+                # prefix cache, so a refit that left it alone would show in the final tokens.
+                "block_size": 32,
+                "enable_prefix_caching": True,
+                "generation_config": "vllm",
+                "seed": SEED,
+            },
         )
+        self._cluster = RayCluster([1], gpus_per_bundle=0)
+        self.fleet = VllmGeneration(self._cluster, config)
 
     def sample(self, prompts: list[str], group: int) -> list[list[Rollout]]:
         """Draws ``group`` completions of every prompt at temperature 1, up to the line's end."""
-        from vllm import SamplingParams
+        repeated = [prompt for prompt in prompts for _ in range(group)]
+        count = len(repeated)
+        asked = {"stop_strings": [["\n"]] * count, "max_new_tokens": [SAMPLED_TOKENS] * count}
+        rows = self._rows(self.fleet.generate({**self._batch(repeated), **asked}))
+        return [rows[first : first + group] for first in range(0, count, group)]
 
-        params = SamplingParams(
-            n=group, temperature=1.0, max_tokens=MAX_TOKENS, stop=["\n"], logprobs=0
-        )
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        return [
-            [
-                Rollout(
-                    prompt_ids=list(output.prompt_token_ids or ()),
-                    token_ids=list(c.token_ids),
-                    logprobs=[
-                        at[token].logprob
-                        for at, token in zip(c.logprobs or (), c.token_ids, strict=True)
-                    ],
-                    text=c.text,
-                )
-                for c in output.outputs
-            ]
-            for output in outputs
-        ]
-
-    def greedy(self, prompts: list[str], tokens: int) -> list[list[int]]:
-        """The ``tokens`` most likely next tokens of every prompt, one prompt at a time."""
-        from vllm import SamplingParams
-
+    def greedy(self, prompts: list[str]) -> list[list[int]]:
+        """The most likely next tokens of every prompt."""
         # Alone, so that two engines compute the same batches and their tokens can be compared.
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        answers = [self.fleet.generate(self._batch([prompt]), greedy=True) for prompt in prompts]
+        return [row.token_ids for answer in answers for row in self._rows(answer)]
+
+    def close(self) -> None:
+        """Ends the engine. May be called twice."""
+        self.fleet.shutdown()
+        self._cluster.shutdown()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _batch(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+        """Token ids padded on the right, as the facade takes them."""
+        found = self._tokenizer(prompts, padding=True, padding_side="right", return_tensors="pt")
+        return {
+            "input_ids": found["input_ids"],
+            "input_lengths": found["attention_mask"].sum(dim=1),
+        }
+
+    def _rows(self, answer: Batch) -> list[Rollout]:
+        """Takes the facade's result batch apart."""
+        ends = answer["unpadded_sequence_lengths"]
+        rows = zip(answer["output_ids"], answer["logprobs"], strict=True)
         return [
-            list(self.llm.generate([p], params, use_tqdm=False)[0].outputs[0].token_ids)
-            for p in prompts
+            Rollout(
+                prompt_ids=ids[:start].tolist(),
+                token_ids=ids[start:end].tolist(),
+                logprobs=logprobs[start:end].tolist(),
+                text=self._tokenizer.decode(ids[start:end], skip_special_tokens=True),
+                versions={span.weight_version for span in spans},
+            )
+            for (ids, logprobs), start, end, spans in zip(
+                rows,
+                ends - answer["generation_lengths"],
+                ends,
+                answer["weight_version_spans"],
+                strict=True,
+            )
         ]

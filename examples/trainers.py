@@ -52,9 +52,15 @@ class Trainers:
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         threads = max(1, len(os.sched_getaffinity(0)) // world)
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        # All ranks are on this host; without this gloo looks up the host's name.
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environment = {
+            # All ranks are on this host; without this gloo looks up the host's name.
+            "GLOO_SOCKET_IFNAME": "lo",
+            "HF_HUB_OFFLINE": "1",
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            # Waiting threads sleep: spinning ones starve the engine when the cores are shared.
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
         script = Path(__file__).with_name("fsdp_trainer.py")
         store = Path(self._folder.name) / "store"
         for rank in range(world):

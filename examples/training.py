@@ -11,9 +11,9 @@ from records import StepRecord
 from rollouts import Engine
 from trainers import Trainers
 from weight_sync.report import STAGES, RefitReport
-from weight_sync.synchronizer import WeightSynchronizer
 
 GROUP = 4
+REFIT_DEADLINE_S = 120.0
 
 
 class Loop:
@@ -22,24 +22,21 @@ class Loop:
     Args:
         engine: Generates with the weights that the last refit brought.
         trainers: Hold the weights and change them.
-        synchronizer: Brings the trainers' weights into the engine.
     """
 
-    def __init__(
-        self, engine: Engine, trainers: Trainers, synchronizer: WeightSynchronizer
-    ) -> None:
+    def __init__(self, engine: Engine, trainers: Trainers) -> None:
         self._engine = engine
         self._trainers = trainers
-        self._synchronizer = synchronizer
 
     def refit(self, version: int) -> RefitReport:
         """Brings the weights of this version from the trainers into the engine."""
         self._trainers.publish(version)
-        return self._synchronizer.sync_weights(version=version)
+        (refit,) = self._engine.fleet.update_weights_via_ipc_zmq(version=version)
+        return refit.result(REFIT_DEADLINE_S)
 
     def run(self, steps: int) -> list[StepRecord]:
         """Trains for ``steps`` optimizer steps; prints and returns one record for each."""
-        samples, mean_reward = self._generate()
+        samples, mean_reward, _ = self._generate()
         gap = self._gap(samples)
         print(f"version 0  reward {mean_reward:.3f}  from disk  logprob gap {gap:.4f}", flush=True)
         records = []
@@ -48,7 +45,7 @@ class Loop:
             began = time.perf_counter()
             report = self.refit(version)
             refit_ms = (time.perf_counter() - began) * 1e3
-            samples, mean_reward = self._generate()
+            samples, mean_reward, versions = self._generate()
             record = StepRecord(
                 version=report.version,
                 reward=mean_reward,
@@ -56,16 +53,21 @@ class Loop:
                 stages={n: report.seconds[n] * 1e3 for n in STAGES if n in report.seconds},
                 bytes=report.bytes,
                 verified=report.verified,
+                stamped=versions == {version},
                 logprob_gap=self._gap(samples),
             )
             print(record.line(), flush=True)
             records.append(record)
         return records
 
-    def _generate(self) -> tuple[list[Sample], float]:
-        """Samples a group for every problem; returns training samples and the mean reward."""
+    def _generate(self) -> tuple[list[Sample], float, set[int]]:
+        """Samples a group for every problem.
+
+        Returns:
+            Training samples, the mean reward, and the weight versions of the sampled tokens.
+        """
         groups = self._engine.sample([reward.prompt(p) for p in reward.PROBLEMS], GROUP)
-        samples, rewards = [], []
+        samples, rewards, versions = [], [], set()
         for problem, group in zip(reward.PROBLEMS, groups, strict=True):
             earned = [reward.reward(problem, rollout.text) for rollout in group]
             rewards += earned
@@ -73,7 +75,8 @@ class Loop:
                 Sample(r.prompt_ids, r.token_ids, r.logprobs, advantage)
                 for r, advantage in zip(group, reward.advantages(earned), strict=True)
             ]
-        return samples, fmean(rewards)
+            versions |= {version for rollout in group for version in rollout.versions}
+        return samples, fmean(rewards), versions
 
     def _gap(self, samples: list[Sample]) -> float:
         """Mean |trainer - engine| log-probability of the sampled tokens, trainer as it is now."""

@@ -11,7 +11,7 @@ from generation.batch import Batch
 from generation.capture import CaptureRecord, CaptureSink
 from generation.config import VllmConfig
 from generation.engine_actor import EngineActor
-from generation.engine_args import sampling_arguments
+from generation.engine_args import own_setting, sampling_arguments
 from generation.engine_facts import (
     callers_errors,
     connector_can_reset,
@@ -111,8 +111,7 @@ class AsyncEngineActor(EngineActor):
         prompt = format_prompt_for_vllm_generation(data, 0)
         assert isinstance(prompt, dict)
         length = int(data["input_lengths"][0])
-        stops = data["stop_strings"][0] if "stop_strings" in data else None
-        done = await self._complete(prompt, stops, length, greedy)
+        done = await self._complete(prompt, data, length, greedy)
         if "multi_modal_data" not in prompt:
             validate_rollout_prompt(prompt["prompt_token_ids"], done.prompt_token_ids)
         width = int(data["input_ids"].shape[1])
@@ -121,13 +120,12 @@ class AsyncEngineActor(EngineActor):
     async def generate_text_async(self, data: Mapping[str, Any], greedy: bool) -> tuple[int, Batch]:
         """Answers one text prompt; returns its index in ``data`` and its result batch."""
         self.require_ready()
-        stops = data["stop_strings"][0] if "stop_strings" in data else None
-        return 0, combine_texts([await self._complete(data["prompts"][0], stops, 0, greedy)])
+        return 0, combine_texts([await self._complete(data["prompts"][0], data, 0, greedy)])
 
     async def _complete(
         self,
         prompt: dict[str, Any] | str,
-        stops: list[str] | None,
+        data: Mapping[str, Any],
         prompt_tokens: int,
         greedy: bool,
     ) -> Completion:
@@ -135,7 +133,11 @@ class AsyncEngineActor(EngineActor):
         from vllm.sampling_params import RequestOutputKind
 
         arguments = sampling_arguments(
-            self.config, greedy=greedy, stop_strings=stops, prompt_tokens=prompt_tokens
+            self.config,
+            greedy=greedy,
+            stop_strings=own_setting(data, "stop_strings", 0),
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=own_setting(data, "max_new_tokens", 0),
         )
         if not arguments["max_tokens"]:
             assert isinstance(prompt, dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from generation.config import VllmConfig
@@ -53,10 +53,29 @@ def engine_arguments(config: VllmConfig, shard: int, *, sleep_mode: bool) -> dic
     return arguments
 
 
-def max_tokens(config: VllmConfig, prompt_tokens: int) -> int:
-    """Tokens a response may have: never more than still fit the model length; 0 is possible."""
+def own_setting(data: Mapping[str, Any], column: str, sample: int) -> Any:  # noqa: ANN401 - as stored
+    """A sample's entry of an optional column; None without that column."""
+    return data[column][sample] if column in data else None
+
+
+def max_tokens(config: VllmConfig, prompt_tokens: int, asked: int | None = None) -> int:
+    """Tokens a response may have: never more than still fit the model length; 0 is possible.
+
+    Args:
+        config: The fleet's config.
+        prompt_tokens: Length of the prompt, tokens; 0 when unknown.
+        asked: The sample's own limit; it only lowers the configured one.
+
+    Raises:
+        InvalidRolloutError: ``asked`` is below 1.
+    """
+    if asked is not None and asked < 1:
+        raise InvalidRolloutError(
+            f"max_new_tokens of a sample must be at least 1, got {asked}; leave such samples out"
+        )
     room = config.vllm_cfg.max_model_len - prompt_tokens
-    return max(min(config.max_new_tokens, room), 0)
+    wanted = config.max_new_tokens if asked is None else min(config.max_new_tokens, asked)
+    return max(min(wanted, room), 0)
 
 
 def sampling_arguments(
@@ -65,6 +84,7 @@ def sampling_arguments(
     greedy: bool,
     stop_strings: Iterable[str] | None,
     prompt_tokens: int,
+    max_new_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Arguments of vLLM's ``SamplingParams`` for one sample.
 
@@ -73,9 +93,10 @@ def sampling_arguments(
         greedy: Take the most likely token instead of sampling.
         stop_strings: The sample's own stop strings, added to the configured ones.
         prompt_tokens: Length of its prompt, tokens; 0 when unknown.
+        max_new_tokens: The sample's own limit, as in :func:`max_tokens`.
 
     Raises:
-        InvalidRolloutError: Stop strings for an engine that has no tokenizer.
+        InvalidRolloutError: Stop strings for an engine that has no tokenizer, or a limit below 1.
     """
     stops = sorted(set(config.stop_strings) | set(stop_strings or ()))
     text = not config.vllm_cfg.skip_tokenizer_init
@@ -89,7 +110,7 @@ def sampling_arguments(
         "temperature": 0.0 if greedy else config.temperature,
         "top_p": 1.0 if greedy else config.top_p,
         "top_k": 1 if greedy else top_k,
-        "max_tokens": max_tokens(config, prompt_tokens),
+        "max_tokens": max_tokens(config, prompt_tokens, max_new_tokens),
         "logprobs": 0,
         "stop_token_ids": list(config.stop_token_ids) or None,
         "stop": stops or None,

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from typing import Any
 
 from generation.metrics import flatten_engine_metrics
-
-_TOOL_TIMEOUT_S = 20.0
 
 
 def read_counters() -> dict[str, float | list[float]]:
@@ -55,24 +51,5 @@ def report_devices(count: int) -> list[str]:
 
     if not current_platform.is_cuda():
         return ["cpu"] * count
-    return gpu_uuids()[:count]
-
-
-def gpu_uuids() -> list[str]:
-    """UUIDs of the GPUs this process may use, in its own order; initializes no device."""
-    import os
-
-    tool = shutil.which("nvidia-smi")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if tool is None:
-        return []
-    lines = subprocess.run(
-        [tool, "--query-gpu=index,uuid", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        timeout=_TOOL_TIMEOUT_S,
-        check=True,
-    ).stdout.splitlines()
-    by_index = dict(line.split(", ") for line in lines)
-    wanted = list(by_index) if visible is None else [i for i in visible.split(",") if i]
-    return [by_index.get(i, i) for i in wanted]
+    # Reads the driver's management library: the leader's process itself must not touch a GPU.
+    return [str(current_platform.get_device_uuid(index)) for index in range(count)]

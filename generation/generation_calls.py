@@ -37,8 +37,9 @@ class GenerationCalls(FleetBase):
 
         Args:
             data: ``input_ids`` int64 ``[samples, width]`` padded on the right, ``input_lengths``
-                int64 ``[samples]``; optionally ``stop_strings``, a list or None per sample, and
-                media.
+                int64 ``[samples]``; optionally ``stop_strings``, a list or None per sample,
+                ``max_new_tokens``, a list with a limit below the configured one or None per sample,
+                and media.
             greedy: Take the most likely token instead of sampling.
 
         Returns:
@@ -69,7 +70,8 @@ class GenerationCalls(FleetBase):
         """Answers text prompts on sync engines, split over the serving shards.
 
         Args:
-            data: ``prompts``, a list of strings; optionally ``stop_strings``.
+            data: ``prompts``, a list of strings; optionally ``stop_strings`` and
+                ``max_new_tokens``.
             greedy: Take the most likely token instead of sampling.
 
         Returns:

@@ -61,18 +61,37 @@ def look(mark: str, timeout_s: float) -> NodeState:
 
 
 def end_marked(mark: str, timeout_s: float) -> dict[int, str]:
-    """Ends every process with the mark and waits until they are gone.
+    """Ends every process with the mark and waits until they, and what they held, are gone.
 
     Returns:
         The processes that still live; empty when the shard left nothing behind.
     """
     deadline = time.monotonic() + timeout_s
-    while (alive := marked_processes(mark)) and time.monotonic() < deadline:
-        for pid in alive:
+    ended: dict[int, str] = {}
+    while True:
+        marked = marked_processes(mark)
+        for pid in marked:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+        ended |= marked
+        alive = marked | {pid: name for pid, name in ended.items() if not _released(pid)}
+        if not alive or time.monotonic() > deadline:
+            return alive
         time.sleep(0.05)
-    return alive
+
+
+def _released(pid: int) -> bool:
+    """Whether a killed process gave back its devices: its last thread has ended.
+
+    Its environment is gone earlier, with its first thread, while the driver still takes back the
+    memory that a replacement would need.
+    """
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in ("Z", "X") and len(threads) <= 1
 
 
 def _ask_tool(query: str, timeout_s: float) -> tuple[str, ...]:

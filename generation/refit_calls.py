@@ -50,6 +50,21 @@ class RefitCalls(FleetBase):
             self.refits.offer(state_dict_info, not_trained)
         return None
 
+    def init_ipc_zmq(self) -> list[Future[Membership]]:
+        """Plans and connects the ipc transport, so that the first refit takes no longer than later
+        ones. Optional: a refit builds what it needs.
+
+        Returns:
+            One future of the membership that was built.
+
+        Raises:
+            FleetStateError: No workers, or no trainers were offered.
+            ConfigError: The transport cannot work here.
+            EngineStateError: A refit is running.
+        """
+        self._require_workers()
+        return [self.refits.connect("ipc")]
+
     def update_weights_via_ipc_zmq(
         self, *, version: int | None = None, refit_timeout_s: float | None = None
     ) -> list[Future[RefitReport]]:

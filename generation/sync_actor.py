@@ -11,7 +11,7 @@ import ray
 from generation.batch import Batch, check_right_padding
 from generation.config import VllmConfig
 from generation.engine_actor import EngineActor
-from generation.engine_args import sampling_arguments
+from generation.engine_args import own_setting, sampling_arguments
 from generation.engine_facts import (
     callers_errors,
     connector_can_reset,
@@ -118,10 +118,15 @@ class SyncEngineActor(EngineActor):
     ) -> list[Completion]:
         from vllm import SamplingParams
 
-        stops = data["stop_strings"] if "stop_strings" in data else [None] * len(prompts)
         arguments = [
-            sampling_arguments(self.config, greedy=greedy, stop_strings=stop, prompt_tokens=length)
-            for stop, length in zip(stops, lengths, strict=True)
+            sampling_arguments(
+                self.config,
+                greedy=greedy,
+                stop_strings=own_setting(data, "stop_strings", sample),
+                prompt_tokens=length,
+                max_new_tokens=own_setting(data, "max_new_tokens", sample),
+            )
+            for sample, length in enumerate(lengths)
         ]
         asked = [i for i, a in enumerate(arguments) if a["max_tokens"]]
         try:

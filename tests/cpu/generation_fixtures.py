@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ def local_ray() -> Iterator[None]:
 
     # Ray kills actors when the machine is short of memory, whoever uses it.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+    # Ray would let its actors run only when nobody else wants the cores.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # Whole GiB, and it would win over what fleets ask for.
     space = os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     ray.init(
@@ -41,11 +44,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """A fleet that was started deferred, and its HTTP addresses before and after it loaded."""
+
+    gen: VllmGeneration
+    reserved: list[str | None]
+    served: list[str | None]
+
+
 @pytest.fixture(scope="session")
-def fleet(
+def started(
     local_ray: None, folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Fleet]:
-    """Two async shards with an HTTP server each; every test leaves them alive and in service."""
+) -> Iterator[Started]:
+    """Two async shards with an HTTP server each."""
     from generation.cluster import RayCluster
 
     traces = tmp_path_factory.mktemp("traces")
@@ -66,12 +78,22 @@ def fleet(
     gen = VllmGeneration(
         cluster,
         settings(folder, engine, max_new_tokens=220, vllm_kwargs={"profiler_config": profiler}),
+        defer_model_load=True,
     )
+    reserved = gen.dp_openai_server_base_urls
+    gen.load_and_start()
+    yield Started(gen, reserved, gen.dp_openai_server_base_urls)
+    gen.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def fleet(started: Started) -> Iterator[Fleet]:
+    """The two shards and their trainer; every test leaves them alive and in service."""
     with Trainers(TrainerSpec(model())) as trainers:
-        gen.prepare_refit_info(trainers.infos)
-        yield Fleet(gen, trainers)
-        gen.shutdown()
-        cluster.shutdown()
+        started.gen.prepare_refit_info(trainers.infos)
+        yield Fleet(started.gen, trainers)
+        started.gen.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -50,6 +50,12 @@ def test_an_answer_follows_the_unpadded_prompt_and_names_its_leader(fleet: Fleet
     assert answer["gen_leader_worker_idx"][0] in (0, 1)
 
 
+def test_a_request_may_ask_for_fewer_tokens(fleet: Fleet):
+    asked = batch([5, 6, 7], max_new_tokens=[2])
+    ((_, answer),) = collect(fleet.gen.generate_async(asked, greedy=True))
+    assert answer["generation_lengths"].tolist() == [2]
+
+
 def test_text_requests_end_with_a_stop_string_of_the_sample(fleet: Fleet):
     ((_, free),) = collect(fleet.gen.generate_text_async({"prompts": ["t5 t6 t7"]}, greedy=True))
     word = free["texts"][0].split()[3]

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
@@ -14,6 +15,9 @@ from generation.router import GenerationRouter
 from generation.token_capture import in_memory_sink
 from tests.harness.fleets import WAIT_S, Fleet, FreshEngine, Said, ask, prompts
 from weight_sync.errors import EngineStateError
+
+if TYPE_CHECKING:
+    from generation_fixtures import Started
 
 pytest_plugins = ["generation_fixtures"]
 pytestmark = pytest.mark.timeout(240)
@@ -69,6 +73,12 @@ def test_no_route_answers_without_the_key(fleet: Fleet, method: str, path: str, 
     status, headers, _ = call(method, base + path, {} if method == "POST" else None, key)
     assert status == 401
     assert headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_addresses_of_a_deferred_start_are_those_that_serve_once_it_is_loaded(started: Started):
+    assert len(set(started.reserved)) == 2
+    assert None not in started.reserved
+    assert started.served == started.reserved
 
 
 def test_the_key_opens_the_server_and_is_in_no_config(fleet: Fleet):

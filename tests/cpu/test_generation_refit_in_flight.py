@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from generation.errors import FleetStateError
 from tests.harness.fleets import WAIT_S, Fleet, FreshEngine, InFlight, ask, prompts
 
 pytest_plugins = ["generation_fixtures"]
@@ -27,6 +28,15 @@ def test_a_refit_in_flight_switches_version_and_tokens_at_the_same_place(
     crossed = [a for a in answers if [s.weight_version for s in a.spans] == [before, after]]
     assert crossed, [a.spans for a in answers]
     assert not fresh.off(crossed, [a.spans[1].start for a in crossed])
+
+
+def test_trainers_offered_under_the_reshard_name_are_those_of_every_transport(fleet: Fleet):
+    fleet.gen.prepare_refit_info([])
+    with pytest.raises(FleetStateError, match="no trainers"):
+        fleet.gen.nccl_reshard_refit()
+    fleet.gen.prepare_nccl_reshard_refit_info(fleet.trainers.infos)
+    fleet.refit(transport="reshard")
+    fleet.refit(transport="ipc")
 
 
 def test_tokens_before_the_switch_are_not_those_of_the_new_weights(

@@ -98,6 +98,20 @@ def test_stop_strings_of_sample_and_config_both_end_a_response(pair: Fleet):
     assert len(stopped.split()) < len(words)
 
 
+def test_every_sample_may_ask_for_fewer_tokens(pair: Fleet):
+    answer = pair.gen.generate(batch(*prompts(3), max_new_tokens=[5, None, 1]), greedy=True)
+    assert answer["generation_lengths"].tolist() == [5, pair.gen.config.max_new_tokens, 1]
+    assert answer["truncated"].all()
+
+
+def test_the_ipc_transport_can_be_built_before_the_first_refit(pair: Fleet):
+    pair.gen.prepare_refit_info(pair.trainers.infos)
+    (built,) = pair.gen.init_ipc_zmq()
+    membership = built.result(WAIT_S)
+    (refit,) = pair.gen.update_weights_via_ipc_zmq(version=pair.publish())
+    assert refit.result(WAIT_S).epoch == membership.epoch
+
+
 def test_padding_in_the_wrong_place_is_refused_with_its_sample(pair: Fleet):
     data = batch([5, 6], [7, 8])
     data["input_lengths"] = torch.tensor([2, 1])

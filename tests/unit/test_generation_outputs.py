@@ -136,6 +136,19 @@ def test_a_response_never_exceeds_the_model_length(prompt: int, tokens: int):
     assert max_tokens(config(), prompt) == tokens
 
 
+@pytest.mark.parametrize(("asked", "tokens"), [(3, 3), (99, 16), (None, 16)])
+def test_a_samples_own_limit_only_lowers_the_configured_one(asked: int | None, tokens: int):
+    found = sampling_arguments(
+        config(), greedy=False, stop_strings=None, prompt_tokens=1, max_new_tokens=asked
+    )
+    assert found["max_tokens"] == tokens
+
+
+def test_a_samples_own_limit_below_one_is_refused():
+    with pytest.raises(InvalidRolloutError, match="at least 1, got 0"):
+        max_tokens(config(), 1, 0)
+
+
 def test_shards_have_different_seeds_and_the_refit_extension():
     seeded = config(vllm_kwargs={"seed": 40, "worker_extension_cls": "other"})
     found = [engine_arguments(seeded, shard, sleep_mode=False) for shard in (0, 1)]
