@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +21,23 @@ class Census:
     """What one process holds.
 
     Attributes:
-        descriptors: Open file descriptors that are no event descriptors.
+        descriptors: What open file descriptors are, without numbers, but for event descriptors.
         threads: Names of its Python threads, one per pool.
         shared: Distinct shared-memory files it maps.
     """
 
-    descriptors: int
+    descriptors: tuple[str, ...]
     threads: tuple[str, ...]
     shared: int
 
     def beyond(self, before: Census) -> list[str]:
         """What is held now and was not before."""
         found = []
-        if self.descriptors > before.descriptors:
-            found.append(f"descriptors {before.descriptors} -> {self.descriptors}")
+        if len(self.descriptors) > len(before.descriptors):
+            more = Counter(self.descriptors) - Counter(before.descriptors)
+            listed = ", ".join(f"{count} x {kind}" for kind, count in sorted(more.items()))
+            counts = f"{len(before.descriptors)} -> {len(self.descriptors)}"
+            found.append(f"descriptors {counts}: {listed}")
         extra = list(self.threads)
         for name in before.threads:
             if name in extra:
@@ -57,12 +61,12 @@ def census() -> Census:
     return Census(_descriptors(), tuple(threads), len(mapped))
 
 
-def _descriptors() -> int:
-    count = 0
+def _descriptors() -> tuple[str, ...]:
+    kinds = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # The listing itself was one.
-            count += os.readlink(f"/proc/self/fd/{name}") != _EVENTS
-    return count
+            kinds.append(re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{name}")))
+    return tuple(sorted(kind for kind in kinds if kind != _EVENTS))
 
 
 def socket_directories(root: str, living: set[int]) -> list[str]:

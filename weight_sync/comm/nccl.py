@@ -55,7 +55,7 @@ class NcclCommunicator:
         self._attendance = attendance
         self._native = native
         # Before packing of the next bucket, which would otherwise take all of the GPU first.
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._stream = torch.cuda.Stream(device, priority=-2)
         self._gate = LaunchGate()
         self._launched: deque[_Launched] = deque()
         self._collecting: list[tuple[torch.Tensor, set[int]]] = []

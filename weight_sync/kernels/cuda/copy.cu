@@ -1,18 +1,30 @@
 // Batched copy of dense rows: one block per tile, the widest words both addresses allow.
 // Tile table, 6 x int64: source, destination, rows, bytes per row, source step, destination step.
 
+// Memory that nobody writes while the kernel runs, past the first cache, which keeps nothing of it.
+template <typename T> __device__ __forceinline__ T load_once(u64 address) {
+  return stream_load<T>(address);
+}
+template <> __device__ __forceinline__ uint4 load_once<uint4>(u64 address) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return v;
+}
+
 template <int W>
 __device__ __forceinline__ void one_row(u64 src, u64 dst, u32 nbytes) {
   typedef typename Bytes<W>::word V;
   const u32 count = nbytes / W;
   u32 i = threadIdx.x;
-  // Four independent loads per thread before the first store keeps enough bytes in flight.
-  for (; i + 3 * THREADS < count; i += 4 * THREADS) {
-    V v[4];
+  // Eight independent loads per thread before the first store keep enough bytes in flight.
+  for (; i + 7 * THREADS < count; i += 8 * THREADS) {
+    V v[8];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) v[k] = stream_load<V>(src + (u64)(i + k * THREADS) * W);
+    for (int k = 0; k < 8; ++k) v[k] = load_once<V>(src + (u64)(i + k * THREADS) * W);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) stream_store<V>(dst + (u64)(i + k * THREADS) * W, v[k]);
+    for (int k = 0; k < 8; ++k) stream_store<V>(dst + (u64)(i + k * THREADS) * W, v[k]);
   }
   for (; i < count; i += THREADS) stream_store<V>(dst + (u64)i * W, stream_load<V>(src + (u64)i * W));
 }
