@@ -33,6 +33,10 @@ class HealError(Exception):
     """The fleet could not be brought back; it must be started anew."""
 
 
+class AbsentError(HealError):
+    """A shard was lost once more: its broken connection showed only now."""
+
+
 @dataclass
 class Shard:
     """The workers of one shard."""
@@ -113,6 +117,7 @@ class Fleet:
         """One good refit of everybody; how long it took, in seconds.
 
         Raises:
+            AbsentError: If a shard did not take part; the others are not looked at.
             HealError: If not every shard serves the new version, bit by bit.
         """
         version = self.publish()
@@ -123,7 +128,7 @@ class Fleet:
             raise HealError(f"the next refit failed: {error}") from error
         took = time.monotonic() - start
         if report["absent"]:  # type: ignore[index]
-            raise HealError(f"shards {report['absent']} did not take part")  # type: ignore[index]
+            raise AbsentError(f"shards {report['absent']} did not take part")  # type: ignore[index]
         wrong = [v for v in self.verdicts().values() if v != (True, version, True)]
         if wrong:
             raise HealError(f"after the next refit of version {version}: {self.verdicts()}")

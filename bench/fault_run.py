@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 import weight_sync.errors
 from bench.fault_cells import Cell
-from bench.fault_fleet import DEADLINE_S, Fleet, HealError
+from bench.fault_fleet import DEADLINE_S, AbsentError, Fleet, HealError
 from bench.fault_injection import Fault, InjectedError
 from tests.harness.processes import Child, ChildError, ChildGoneError
 
@@ -43,6 +43,7 @@ class Result:
         leaks: How much survivors hold that they did not hold before.
         healed: Whether the next refit, with replacements of the dead, succeeded.
         next_refit_s: How long it took, with the rebuild.
+        lost_again: Whether that refit lost a shard, which was taken in again and refitted.
         error: The error, shortened.
         leaked: What leaked.
     """
@@ -59,6 +60,7 @@ class Result:
     leaks: int = 0
     healed: bool = False
     next_refit_s: float | None = None
+    lost_again: bool = False
     error: str = ""
     leaked: list[str] = field(default_factory=list)
 
@@ -163,7 +165,13 @@ def _heal(fleet: Fleet, result: Result, victim: Child, zombie: Child | None) -> 
         if zombie is not None:
             fleet.take_over()
         fleet.heal()
-        result.next_refit_s = round(fleet.refit(), 3)
+        try:
+            result.next_refit_s = round(fleet.refit(), 3)
+        except AbsentError:
+            # Whoever drives a fleet takes a shard in again that was lost.
+            result.lost_again = True
+            fleet.heal()
+            result.next_refit_s = round(fleet.refit(), 3)
         if zombie is not None:
             # It goes on where it was stopped, while another one drives the fleet.
             fleet.thaw(zombie)
