@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.harness.faults import Actions, Faults
 from tests.harness.local import LocalShard, LocalTrainers
 from tests.harness.sources import BoxSource, whole
 from tests.harness.standin import StandinModel, Unit, copies
+from weight_sync.comm.deadline import Deadline
 from weight_sync.errors import (
     ConfigError,
     EngineStateError,
@@ -22,12 +24,15 @@ from weight_sync.errors import (
 from weight_sync.failures import to_error
 from weight_sync.messages import (
     Commit,
+    Done,
+    SendRounds,
     Status,
     WorkerState,
     decode_worker_reply,
     encode,
 )
 from weight_sync.synchronizer import WeightSynchronizer
+from weight_sync.trainer.peer import TrainerPeer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -366,6 +371,25 @@ def test_the_end_of_an_overtaken_controller_does_not_detach_its_successor(fleet:
     successor = fleet.connect()
     successor.sync_weights(fleet.publish(2))
     fleet.sync.shutdown()
+    report = successor.sync_weights(fleet.publish(3))
+    assert report.retried == ""
+    assert [e.value for e in fleet.engines] == [3.0] * 3
+
+
+def test_a_late_send_of_an_overtaken_controller_leaves_its_successors_groups_alone(
+    fleet: Fleet,
+) -> None:
+    overtaken = fleet.connect(transport="reshard")
+    overtaken.sync_weights(fleet.publish(1))
+    late = overtaken.plan
+    assert late is not None
+    successor = fleet.connect(transport="reshard")
+    successor.sync_weights(fleet.publish(2))
+    info = fleet.trainers.infos[0]
+    with closing(TrainerPeer(info.rank, info.address)) as peer:
+        request = SendRounds(late.membership.epoch, late.digest, 2, 0, 1, DEADLINE)
+        with pytest.raises(StaleEpochError, match="Nothing was sent"):
+            peer.call(request, Done, Deadline(DEADLINE), "transfer")
     report = successor.sync_weights(fleet.publish(3))
     assert report.retried == ""
     assert [e.value for e in fleet.engines] == [3.0] * 3

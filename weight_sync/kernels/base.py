@@ -20,19 +20,20 @@ Side = Literal["src", "dst"]
 
 @dataclass(frozen=True)
 class RawBuffer:
-    """CUDA memory without a tensor: a peer's storage, mapped through an IPC handle.
+    """Memory without a tensor: a peer's storage, or one that must not be kept alive.
 
-    The owner of the mapping keeps it open for as long as anything compiled from it may run.
+    Whoever runs what was compiled from it sees to it that the memory is there.
 
     Attributes:
-        address: Device pointer of the first byte.
+        address: Pointer to the first byte.
         nbytes: Length in bytes.
-        device: Ordinal of the device the mapping was opened on, which is the one kernels run on.
+        device: Ordinal of the CUDA device that can read it, which is the one kernels run on; None
+            for host memory.
     """
 
     address: int
     nbytes: int
-    device: int
+    device: int | None
 
 
 class CompiledCopy(Protocol):
@@ -126,7 +127,7 @@ def compile_digest(
 
 
 def _on_cuda(buffers: Sequence[torch.Tensor | RawBuffer]) -> bool:
-    kinds = {"cuda" if isinstance(b, RawBuffer) else b.device.type for b in buffers}
+    kinds = {_kind(b) for b in buffers}
     if len(kinds) > 1:
         raise LayoutError(
             f"one compile was given buffers on {' and '.join(sorted(kinds))}; stage host memory to "
@@ -135,3 +136,9 @@ def _on_cuda(buffers: Sequence[torch.Tensor | RawBuffer]) -> bool:
     if kinds - {"cpu", "cuda"}:
         raise LayoutError(f"no kernels for device type {kinds.pop()!r}; use cpu or cuda buffers")
     return kinds == {"cuda"}
+
+
+def _kind(buffer: torch.Tensor | RawBuffer) -> str:
+    if isinstance(buffer, RawBuffer):
+        return "cpu" if buffer.device is None else "cuda"
+    return buffer.device.type

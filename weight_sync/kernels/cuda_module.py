@@ -92,7 +92,7 @@ def one_device(buffers: Sequence[torch.Tensor | RawBuffer], what: str) -> int:
     Raises:
         LayoutError: If there are several.
     """
-    found = {b.device if isinstance(b, RawBuffer) else _ordinal(b) for b in buffers}
+    found = {_ordinal(b) for b in buffers}
     if len(found) != 1:
         raise LayoutError(
             f"{what} buffers are on {len(found)} devices {sorted(found)}; compile one program per "
@@ -101,8 +101,10 @@ def one_device(buffers: Sequence[torch.Tensor | RawBuffer], what: str) -> int:
     return found.pop()
 
 
-def _ordinal(tensor: torch.Tensor) -> int:
-    return tensor.get_device()
+def _ordinal(buffer: torch.Tensor | RawBuffer) -> int:
+    if isinstance(buffer, RawBuffer):
+        return -1 if buffer.device is None else buffer.device
+    return buffer.get_device()
 
 
 def allow_peers(device: int, buffers: Sequence[torch.Tensor | RawBuffer]) -> None:

@@ -449,13 +449,14 @@ class TrainerEndpoint:
         return Joined(sender.cuts)
 
     def _send(self, request: SendRounds) -> Done:
+        # A late request of a controller that was replaced must not end its successor's groups.
+        self._checked(request.epoch, request.plan_digest)
         sender = self._sender
-        if sender is None:
+        if sender is None or sender.epoch != request.epoch:
             raise EngineStateError(
                 f"trainer {self.rank} is in no group; call init_communicator() again"
             )
         try:
-            self._checked(request.epoch, request.plan_digest)
             with self._work:
                 sender.prepare(self._local(request.version), self._generation)
                 quantized = self._served.quantized

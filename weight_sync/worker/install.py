@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 
 from weight_sync.dtypes import itemsize
 from weight_sync.errors import LayoutError, VerifyError, shorten
-from weight_sync.kernels.base import CompiledCopy, CompiledDigest, compile_copy, compile_digest
+from weight_sync.kernels.base import (
+    CompiledCopy,
+    CompiledDigest,
+    RawBuffer,
+    compile_copy,
+    compile_digest,
+)
 from weight_sync.kernels.pieces import PieceTable
 from weight_sync.layout import contiguous_strides
 from weight_sync.manifest import widen
@@ -108,13 +114,21 @@ class Stopwatch:
             self.seconds[name] += self._clock() - start
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What one delivery brings one unit, compiled for where the unit's copy lay."""
+
+    buffers: tuple[RawBuffer, ...]
+    copy: CompiledCopy
+    tables: tuple[PieceTable, ...]
+
+
 @dataclass
 class _OpenUnit:
     install: UnitInstall
     destinations: dict[int, torch.Tensor]
     left: int
-    tables: list[PieceTable]
-    buffers: list[torch.Tensor]
+    parts: list[_Part]
 
 
 class Installer:
@@ -136,6 +150,10 @@ class Installer:
         self._direct = np.array([u.mode == "direct" for u in self._recording.units], bool)
         self._cache: dict[object, tuple[CompiledCopy, list[PieceTable], list[torch.Tensor]]] = {}
         self._digests: dict[object, CompiledDigest] = {}
+        # Copies of units mostly lie where they lay in the refit before. These hold none of them.
+        self._parts: dict[object, _Part] = {}
+        self._unit_digests: dict[int, tuple[tuple[_Part, ...], CompiledDigest]] = {}
+        self._used: set[object] = set()
         self._addresses = self._live_addresses()
         self._open: dict[int, _OpenUnit] = {}
         self.bytes_total = int(self._pieces.nbytes.sum())
@@ -153,6 +171,8 @@ class Installer:
         """Drops everything that refers to the memory of deliveries."""
         self._cache.clear()
         self._digests.clear()
+        self._parts.clear()
+        self._unit_digests.clear()
 
     def moved(self) -> list[str]:
         """Live tensors whose address is not the one they had when the program came."""
@@ -194,6 +214,7 @@ class Installer:
             VerifyError: If digests differ; live processed units that were not finished are intact.
         """
         seen = 0
+        self._used = set()
         direct: list[tuple[object, list[PieceTable], list[torch.Tensor]]] = []
         finished: list[str] = []
         slots = len(self._recording.slot_source.unpack())
@@ -255,6 +276,8 @@ class Installer:
         for key in set(self._cache) - used:
             del self._cache[key]
             self._digests.pop(key, None)
+        for key in set(self._parts) - self._used:
+            del self._parts[key]
 
     def _synchronize(self) -> None:
         if self._model.device.type == "cuda":
@@ -320,18 +343,23 @@ class Installer:
         if unit not in self._open:
             self._open[unit] = self._begin(unit)
         work = self._open[unit]
-        delivery = delivery.take(rows)
-        parameters = np.unique(self._pieces.parameter[delivery.rows]).tolist()
-        buffers: list[torch.Tensor] = []
-        buffer_of: dict[int, int] = {}
-        for parameter in parameters:
-            buffer_of[parameter] = len(work.buffers)
-            buffers.append(storage_bytes(work.destinations[parameter]))
-            work.buffers.append(buffers[-1])
-        shift = {p: int(work.destinations[p].storage_offset()) for p in parameters}
-        tables = self._table(delivery, np.arange(len(rows)), buffer_of, shift)
-        compile_copy(tables, delivery.buffers, work.buffers).run()
-        work.tables.extend(tables)
+        mine = np.unique(self._pieces.parameter[delivery.rows[rows]]).tolist()
+        storages = [storage_bytes(work.destinations[p]) for p in mine]
+        buffers = tuple(RawBuffer(s.data_ptr(), s.numel(), _ordinal(s)) for s in storages)
+        first = sum(len(part.buffers) for part in work.parts)
+        key = (unit, delivery.key, len(rows), first)
+        part = self._parts.get(key)
+        if part is None or part.buffers != buffers:
+            buffer_of = {p: first + i for i, p in enumerate(mine)}
+            shift = {p: int(work.destinations[p].storage_offset()) for p in mine}
+            chosen = delivery.take(rows)
+            tables = tuple(self._table(chosen, np.arange(len(rows)), buffer_of, shift))
+            earlier = [b for p in work.parts for b in p.buffers]
+            copy = compile_copy(tables, chosen.buffers, [*earlier, *buffers])
+            part = self._parts[key] = _Part(buffers, copy, tables)
+        part.copy.run()
+        self._used.add(key)
+        work.parts.append(part)
         work.left -= len(rows)
 
     def _begin(self, unit: int) -> _OpenUnit:
@@ -354,7 +382,7 @@ class Installer:
         for fill in self._fills.get(spec.name, ()):
             _fill(tensors[fill.parameter.attribute], fill)
         left = int((self._pieces.unit == unit).sum())
-        return _OpenUnit(install, destinations, left, [], [])
+        return _OpenUnit(install, destinations, left, [])
 
     def _finish(
         self,
@@ -370,8 +398,8 @@ class Installer:
         with watch.stage("verify"):
             want = expected()
             if want is not None:
-                have = compile_digest(work.tables, work.buffers, "dst", slots).run()
-                mine = np.unique(np.concatenate([t.slot for t in work.tables]))
+                have = self._unit_digest(unit, tuple(work.parts), slots).run()
+                mine = np.unique(np.concatenate([t.slot for p in work.parts for t in p.tables]))
                 self._compare(have[mine], want[mine], mine, version, epoch)
         with watch.stage("process"):
             if spec.mode == "loader":
@@ -386,6 +414,15 @@ class Installer:
                 work.install.load([(names[n], t) for n, t in work.destinations.items()])
             work.install.finish()
         del self._open[unit]
+
+    def _unit_digest(self, unit: int, parts: tuple[_Part, ...], slots: int) -> CompiledDigest:
+        known = self._unit_digests.get(unit)
+        if known is None or [id(p) for p in known[0]] != [id(p) for p in parts]:
+            tables = [t for part in parts for t in part.tables]
+            buffers = [b for part in parts for b in part.buffers]
+            known = (parts, compile_digest(tables, buffers, "dst", slots))
+            self._unit_digests[unit] = known
+        return known[1]
 
     def _verify_direct(
         self,
@@ -420,6 +457,10 @@ class Installer:
                 version=version,
                 epoch=epoch,
             )
+
+
+def _ordinal(tensor: torch.Tensor) -> int | None:
+    return tensor.get_device() if tensor.is_cuda else None
 
 
 def _in_order(values: I64) -> I64:

@@ -127,8 +127,8 @@ class Session:
                 this process are aborted.
         """
         transport = self._staged_transport()
+        self.check(request.epoch, request.plan_digest)
         try:
-            self.check(request.epoch, request.plan_digest)
             deadline = Deadline(request.seconds)
             watch = Stopwatch()
             if request.verify:
