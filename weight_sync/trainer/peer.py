@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import numpy as np
 from numpy.typing import NDArray
 
 from weight_sync.comm.deadline import Deadline
-from weight_sync.errors import WeightSyncError
-from weight_sync.failures import to_error
 from weight_sync.manifest import Manifest
 from weight_sync.messages import (
     AwaitVersion,
-    Failure,
     GetManifest,
     GotManifest,
-    Message,
     Published,
     decode_trainer_reply,
-    encode,
 )
 from weight_sync.program import ReceiverProgram
 from weight_sync.wire.address import Address
-from weight_sync.wire.client import Client
-
-Reply = TypeVar("Reply", bound=Message)
+from weight_sync.wire.typed_client import TypedClient
 
 
-class TrainerPeer:
+class TrainerPeer(TypedClient):
     """Typed calls to one trainer rank.
 
     Args:
@@ -37,37 +28,10 @@ class TrainerPeer:
     """
 
     def __init__(self, rank: int, address: Address) -> None:
+        super().__init__(f"trainer {rank}", address, decode_trainer_reply)
         self.rank = rank
-        self.name = f"trainer {rank}"
         self.generation = -1
-        self._address = address
-        self._client = Client(address, self.name)
         self._manifest: Manifest | None = None
-
-    def call(
-        self,
-        request: Message,
-        expect: type[Reply],
-        deadline: Deadline,
-        stage: str,
-        version: int | None = None,
-        epoch: int | None = None,
-    ) -> Reply:
-        """Sends a request and returns a reply of the expected type.
-
-        Raises:
-            WeightSyncError: The error the other side reported, or that it is dead or silent.
-        """
-        raw = self._client.call(encode(request), deadline, stage, version, epoch)
-        reply = decode_trainer_reply(raw)
-        if isinstance(reply, Failure):
-            raise to_error(reply, self.name)
-        if not isinstance(reply, expect):
-            raise WeightSyncError(
-                f"{self.name} answered {type(reply).__name__} where {expect.__name__} was "
-                "expected; trainer and engine run different versions of this library"
-            )
-        return reply
 
     def manifest(self, deadline: Deadline) -> Manifest:
         """What the rank holds; asked once."""
@@ -102,11 +66,3 @@ class TrainerPeer:
     def fresh(self) -> TrainerPeer:
         """One more connection to the same rank, for a call that must not wait for others."""
         return TrainerPeer(self.rank, self._address)
-
-    def abort(self, reason: str) -> None:
-        """Ends calls that wait, from any thread, and every later one."""
-        self._client.abort(reason)
-
-    def close(self) -> None:
-        """Closes the connection."""
-        self._client.close()
