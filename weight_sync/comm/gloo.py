@@ -11,7 +11,6 @@ peer here.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import ProcessGroupGloo, Work
 
+from weight_sync.comm.abortable import Abortable
 from weight_sync.comm.attendance import Attendance
 from weight_sync.comm.base import check_buffer, check_peer
 from weight_sync.comm.bounded import BoundedCall
@@ -30,7 +30,7 @@ from weight_sync.comm.facts import EnvironmentFacts
 from weight_sync.comm.gloo_store import GlooStore
 from weight_sync.comm.joining import join
 from weight_sync.comm.rendezvous import Rendezvous
-from weight_sync.errors import AbortedError, DeadlineError, RefitError, TransportError
+from weight_sync.errors import AbortedError, DeadlineError, RefitError
 
 #: torch's type stubs leave out the operations and options of gloo groups.
 _Gloo: Any = ProcessGroupGloo
@@ -49,25 +49,15 @@ class _Launched(NamedTuple):
     buffer: torch.Tensor
 
 
-class GlooCommunicator:
+class GlooCommunicator(Abortable):
     """A :class:`~weight_sync.comm.base.Communicator` on the CPU; see :func:`connect_gloo`."""
 
     def __init__(self, attendance: Attendance, group: Any) -> None:  # noqa: ANN401 (as _Gloo)
-        self.rank = attendance.rank
-        self.world_size = len(attendance.names)
-        self.epoch = attendance.epoch
+        super().__init__(attendance)
         self.device = torch.device("cpu")
-        self._attendance = attendance
         self._group: Any = group
         self._launched: deque[_Launched] = deque()
-        self._abort_lock = threading.Lock()
-        self._aborted: str | None = None
         self._probes: list[tuple[Work, torch.Tensor]] = []
-
-    @property
-    def aborted(self) -> str | None:
-        """Why the group was aborted, or ``None``."""
-        return self._aborted
 
     def send(self, buf: torch.Tensor, peer: int) -> None:
         """Starts a send; see the protocol."""
@@ -146,28 +136,8 @@ class GlooCommunicator:
                 raise self._failure("the deadline passed", deadline, stage, version)
         look()
 
-    def meet(self, stage: str, deadline: Deadline) -> None:
-        """Waits for all ranks; see the protocol."""
-        try:
-            self._attendance.arrive(stage, deadline, interrupted=lambda: self._aborted)
-        except (RefitError, TransportError) as error:
-            if self._aborted is not None:
-                raise AbortedError(self._aborted, stage=stage, epoch=self.epoch) from error
-            self._end(str(error), error)
-            raise
-
-    def abort(self, reason: str) -> None:
-        """Ends all work of the group; see the protocol."""
-        self._end(reason, None)
-
-    def _end(self, reason: str, cause: BaseException | None) -> None:
-        """Aborts once; ``cause`` tells the peers on whom this rank gave up."""
-        with self._abort_lock:
-            if self._aborted is not None:
-                return
-            self._aborted = reason
-            self._close_connections()
-        self._attendance.leave(reason, cause)
+    def _stop(self) -> None:
+        self._close_connections()
 
     def close(self) -> None:
         """Frees the group; see the protocol."""

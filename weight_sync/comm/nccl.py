@@ -6,7 +6,6 @@ received before :meth:`NcclCommunicator.synchronize` has seen that the group is 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from weight_sync.comm.abortable import Abortable
 from weight_sync.comm.attendance import Attendance
 from weight_sync.comm.base import check_buffer, check_peer
 from weight_sync.comm.bounded import BoundedCall
@@ -24,7 +24,7 @@ from weight_sync.comm.facts import EnvironmentFacts, connection_hints
 from weight_sync.comm.joining import join
 from weight_sync.comm.nccl_launch import LAUNCHES, LaunchGate, nccl_library
 from weight_sync.comm.rendezvous import Rendezvous
-from weight_sync.errors import AbortedError, DeadlineError, RefitError, TransportError
+from weight_sync.errors import AbortedError, DeadlineError, RefitError
 
 #: Shortest and longest pause between two looks at the stream, in seconds.
 _PAUSES = (0.00005, 0.001)
@@ -39,7 +39,7 @@ class _Launched(NamedTuple):
     buffers: tuple[torch.Tensor, ...]
 
 
-class NcclCommunicator:
+class NcclCommunicator(Abortable):
     """A :class:`~weight_sync.comm.base.Communicator` on one GPU; see :func:`connect_nccl`."""
 
     def __init__(
@@ -48,25 +48,15 @@ class NcclCommunicator:
         native: Any,  # noqa: ANN401 (CuPy's compiled class has no types)
         device: torch.device,
     ) -> None:
-        self.rank = attendance.rank
-        self.world_size = len(attendance.names)
-        self.epoch = attendance.epoch
+        super().__init__(attendance)
         self.device = device
-        self._attendance = attendance
         self._native = native
         # Before packing of the next bucket, which would otherwise take all of the GPU first.
         self._stream = torch.cuda.Stream(device, priority=-2)
         self._gate = LaunchGate()
         self._launched: deque[_Launched] = deque()
         self._collecting: list[tuple[torch.Tensor, set[int]]] = []
-        self._abort_lock = threading.Lock()
-        self._aborted: str | None = None
         self._launch_failure: RefitError | None = None
-
-    @property
-    def aborted(self) -> str | None:
-        """Why the group was aborted, or ``None``."""
-        return self._aborted
 
     def send(self, buf: torch.Tensor, peer: int) -> None:
         """Starts a send; see the protocol."""
@@ -169,29 +159,9 @@ class NcclCommunicator:
         if self._aborted is not None:
             raise AbortedError(self._aborted, stage=stage, version=version, epoch=self.epoch)
 
-    def meet(self, stage: str, deadline: Deadline) -> None:
-        """Waits for all ranks; see the protocol."""
-        try:
-            self._attendance.arrive(stage, deadline, interrupted=lambda: self._aborted)
-        except (RefitError, TransportError) as error:
-            if self._aborted is not None:
-                raise AbortedError(self._aborted, stage=stage, epoch=self.epoch) from error
-            self._end(str(error), error)
-            raise
-
-    def abort(self, reason: str) -> None:
-        """Ends all work of the group; see the protocol."""
-        self._end(reason, None)
-
-    def _end(self, reason: str, cause: BaseException | None) -> None:
-        """Aborts once; ``cause`` tells the peers on whom this rank gave up."""
-        with self._abort_lock:
-            if self._aborted is not None:
-                return
-            self._aborted = reason
-            self._gate.close()
-            self._native.abort()
-        self._attendance.leave(reason, cause)
+    def _stop(self) -> None:
+        self._gate.close()
+        self._native.abort()
 
     def close(self) -> None:
         """Frees the group; see the protocol.
