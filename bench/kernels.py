@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from weight_sync.kernels.base import compile_copy, compile_digest
+from weight_sync.kernels.compiler import compile_copy, compile_digest
 from weight_sync.kernels.pieces import PieceTable
 
 _ROW = 4096

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 
+from weight_sync.quantize.compiler import compile_quantize
 from weight_sync.quantize.format import Format, scale_dtype, scale_shape
-from weight_sync.quantize.work import Work, compile_quantize
+from weight_sync.quantize.work import Work
 
 _READS = {Format.MXFP8: 1, Format.FP8_BLOCK: 1, Format.FP8_TENSOR: 2}
 # Two matrices of an 8B model, and one layer of 128 experts.

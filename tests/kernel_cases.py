@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from weight_sync.dtypes import ITEMSIZE
 from weight_sync.kernels import mix
-from weight_sync.kernels.base import compile_copy, compile_digest
+from weight_sync.kernels.compiler import compile_copy, compile_digest
 from weight_sync.kernels.pieces import PieceTable
 
 I64 = NDArray[np.int64]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from weight_sync.errors import WeightSyncError
-from weight_sync.kernels.base import compile_copy
+from weight_sync.kernels.compiler import compile_copy
 from weight_sync.kernels.pieces import PieceTable
 from weight_sync.messages import StorageHandle
 from weight_sync.transports.mapping import Mapper

@@ -10,7 +10,7 @@ import torch
 
 from tests import kernel_cases as kc
 from weight_sync.errors import LayoutError
-from weight_sync.kernels.base import compile_copy, compile_digest
+from weight_sync.kernels.compiler import compile_copy, compile_digest
 
 
 @pytest.mark.parametrize("case", kc.CASES, ids=lambda c: c.name)

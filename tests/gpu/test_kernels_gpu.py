@@ -8,7 +8,8 @@ import torch
 
 from tests import kernel_cases as kc
 from weight_sync.errors import LayoutError
-from weight_sync.kernels.base import RawBuffer, compile_copy, compile_digest
+from weight_sync.kernels.base import RawBuffer
+from weight_sync.kernels.compiler import compile_copy, compile_digest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICE = "cuda:0"

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from weight_sync.errors import LayoutError, QuantizationError
+from weight_sync.quantize.compiler import compile_fp8_tensor, compile_quantize
 from weight_sync.quantize.format import Format, scale_dtype, scale_shape
 from weight_sync.quantize.reference import encode
-from weight_sync.quantize.work import Work, compile_fp8_tensor, compile_quantize
+from weight_sync.quantize.work import Work
 
 pytestmark = [
     pytest.mark.gpu,

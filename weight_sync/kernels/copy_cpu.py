@@ -89,7 +89,7 @@ def _cast(tiles: NDArray[np.int64], src_kind: int, dst_kind: int, first: int, la
 
 
 class CpuCopy:
-    """See :func:`weight_sync.kernels.base.compile_copy`."""
+    """See :func:`weight_sync.kernels.compiler.compile_copy`."""
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ def _elements(tiles: Tiles) -> I64:
 
 
 class CudaCopy:
-    """See :func:`weight_sync.kernels.base.compile_copy`."""
+    """See :func:`weight_sync.kernels.compiler.compile_copy`."""
 
     def __init__(
         self,

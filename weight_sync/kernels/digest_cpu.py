@@ -129,7 +129,7 @@ def _digest_cast(
 
 
 class CpuDigest:
-    """See :func:`weight_sync.kernels.base.compile_digest`."""
+    """See :func:`weight_sync.kernels.compiler.compile_digest`."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CudaDigest:
-    """See :func:`weight_sync.kernels.base.compile_digest`."""
+    """See :func:`weight_sync.kernels.compiler.compile_digest`."""
 
     def __init__(
         self,

@@ -25,15 +25,11 @@ from weight_sync.errors import LayoutError, QuantizationError, shorten
 from weight_sync.faults import FaultHook, no_fault
 from weight_sync.layout import Box, full_box
 from weight_sync.manifest import Manifest, TensorSpec, build_manifest
+from weight_sync.quantize.compiler import compile_fp8_tensor
 from weight_sync.quantize.expand import expand, scale_box
 from weight_sync.quantize.format import VALUE_DTYPE, Format, scale_dtype
 from weight_sync.quantize.wanted import QuantSpec
-from weight_sync.quantize.work import (
-    CompiledFp8Tensor,
-    Work,
-    compile_fp8_tensor,
-    refuse_infinities,
-)
+from weight_sync.quantize.work import CompiledFp8Tensor, Work, refuse_infinities
 from weight_sync.sources.base import WeightSource
 from weight_sync.sources.quantized_chunks import ChunkedParts
 from weight_sync.sources.quantized_scales import SharedScales

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from weight_sync.comm.deadline import Deadline
 from weight_sync.faults import FaultHook
+from weight_sync.quantize.compiler import compile_quantize
 from weight_sync.quantize.format import Format
 from weight_sync.quantize.runs import Chunk, Run, begin
-from weight_sync.quantize.work import Work, compile_quantize
+from weight_sync.quantize.work import Work
 
 I64 = NDArray[np.int64]
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from weight_sync.kernels.base import CompiledDigest, compile_digest
+from weight_sync.kernels.base import CompiledDigest
+from weight_sync.kernels.compiler import compile_digest
 from weight_sync.kernels.pieces import PieceTable
 from weight_sync.layout import contiguous_strides
 from weight_sync.manifest import Manifest, widen

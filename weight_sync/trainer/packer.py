@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from weight_sync.dtypes import itemsize
-from weight_sync.kernels.base import CompiledCopy, compile_copy
+from weight_sync.kernels.base import CompiledCopy
+from weight_sync.kernels.compiler import compile_copy
 from weight_sync.kernels.pieces import PieceTable
 from weight_sync.manifest import Manifest
 from weight_sync.trainer.export import LocalRegions

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from weight_sync.comm.deadline import Deadline
-from weight_sync.kernels.base import CompiledCopy, compile_copy
+from weight_sync.kernels.base import CompiledCopy
+from weight_sync.kernels.compiler import compile_copy
 from weight_sync.kernels.pieces import PieceTable
 from weight_sync.program import BroadcastKeeps, ReceiverProgram
 from weight_sync.transports.groups import Groups

@@ -14,13 +14,8 @@ from numpy.typing import NDArray
 
 from weight_sync.dtypes import itemsize
 from weight_sync.errors import LayoutError, VerifyError, shorten
-from weight_sync.kernels.base import (
-    CompiledCopy,
-    CompiledDigest,
-    RawBuffer,
-    compile_copy,
-    compile_digest,
-)
+from weight_sync.kernels.base import CompiledCopy, CompiledDigest, RawBuffer
+from weight_sync.kernels.compiler import compile_copy, compile_digest
 from weight_sync.kernels.pieces import PieceTable
 from weight_sync.layout import contiguous_strides
 from weight_sync.manifest import widen
