@@ -116,7 +116,7 @@ class LocalLLM:
                 "the engine cannot generate: sleep level 2 discarded its weights and no refit has "
                 "brought them back; call sync_weights() first"
             )
-        if any(state.torn for state in states):
+        if any(state.torn for state in states) or len({state.version for state in states}) > 1:
             raise EngineStateError(
                 "the engine cannot generate: a refit failed half-way and left mixed weights; call "
                 "sync_weights() again first"

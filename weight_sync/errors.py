@@ -107,7 +107,7 @@ class RefitError(WeightSyncError):
         version: int | None = None,
         epoch: int | None = None,
         ranks: Iterable[str] = (),
-        remedy: str = "engines that took part are stale until one full verified refit succeeds",
+        remedy: str = "",
     ) -> None:
         self.reason = reason
         self.stage = stage
@@ -122,7 +122,8 @@ class RefitError(WeightSyncError):
             where.append(f"epoch={epoch}")
         if self.ranks:
             where.append(f"ranks=[{', '.join(self.ranks)}]")
-        super().__init__(f"{reason} ({', '.join(where)}). {remedy}")
+        advice = f". {remedy}" if remedy else ""
+        super().__init__(f"{reason} ({', '.join(where)}){advice}")
 
 
 class DeadlineError(RefitError):

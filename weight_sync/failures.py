@@ -42,7 +42,7 @@ _PLAIN_KINDS: dict[str, type[WeightSyncError]] = {
 }
 
 
-def to_failure(error: BaseException, stage: str, *, torn: bool = False) -> Failure:
+def to_failure(error: BaseException, stage: str) -> Failure:
     """Describes an exception for the wire."""
     if isinstance(error, CoverageError):
         return Failure(
@@ -52,7 +52,6 @@ def to_failure(error: BaseException, stage: str, *, torn: bool = False) -> Failu
             unconsumed=error.unconsumed,
             unwritten=error.unwritten,
             disagreeing=error.disagreeing,
-            torn=torn,
         )
     if isinstance(error, RefitError):
         return Failure(
@@ -62,11 +61,11 @@ def to_failure(error: BaseException, stage: str, *, torn: bool = False) -> Failu
             error.version,
             error.epoch,
             error.ranks,
-            torn=torn,
+            remedy=error.remedy,
         )
     kind = type(error).__name__
     text = str(error) if kind in _PLAIN_KINDS else f"{kind}: {error}"
-    return Failure(kind, text, stage, torn=torn)
+    return Failure(kind, text, stage)
 
 
 def to_error(failure: Failure, who: str) -> WeightSyncError:
@@ -80,6 +79,7 @@ def to_error(failure: Failure, who: str) -> WeightSyncError:
             version=failure.version,
             epoch=failure.epoch,
             ranks=failure.ranks or (who,),
+            remedy=failure.remedy,
         )
     if failure.kind in _PLAIN_KINDS:
         return _PLAIN_KINDS[failure.kind](f"{who}: {failure.text}")

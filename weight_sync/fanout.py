@@ -103,14 +103,19 @@ def _run(future: Future[T], call: Callable[[K], T], participant: K) -> None:
 
 
 def located(
-    error: RefitError, version: int | None, epoch: int | None, ranks: tuple[str, ...]
+    error: RefitError,
+    version: int | None,
+    epoch: int | None,
+    ranks: tuple[str, ...],
+    remedy: str = "",
 ) -> RefitError:
     """The error, with what it does not say itself."""
-    known = (error.version, error.epoch, error.ranks)
+    known = (error.version, error.epoch, error.ranks, error.remedy)
     filled = (
         version if error.version is None else error.version,
         epoch if error.epoch is None else error.epoch,
         error.ranks or ranks,
+        error.remedy or remedy,
     )
     if known == filled:
         return error
@@ -120,7 +125,7 @@ def located(
         version=filled[0],
         epoch=filled[1],
         ranks=filled[2],
-        remedy=error.remedy,
+        remedy=filled[3],
     )
     full.__cause__ = error.__cause__ or error
     return full

@@ -101,6 +101,7 @@ class Release(Message, frozen=True):
     """Ends a refit for the rank: it may change its weights again."""
 
     version: int
+    epoch: int
     error: str
 
 
@@ -440,7 +441,7 @@ class Failure(Message, frozen=True):
     unconsumed: tuple[str, ...] = ()
     unwritten: tuple[str, ...] = ()
     disagreeing: tuple[str, ...] = ()
-    torn: bool = False
+    remedy: str = ""
 
 
 TrainerRequest = (

@@ -121,7 +121,7 @@ class TrainerRanks:
         """Tells every rank but the missing how the refit ended; returns who was not told."""
 
         def tell(peer: TrainerPeer) -> Done:
-            request = Release(version, error)
+            request = Release(version, epoch, error)
             try:
                 return peer.call(request, Done, deadline, "release", version, epoch)
             except PeerDeadError as lost:

@@ -94,7 +94,9 @@ def worth_retrying(error: BaseException, missing: Missing, lost: Iterable[int]) 
     return bool(set(lost)) or isinstance(error, PeerDeadError | TransportError)
 
 
-def explain(error: Exception, missing: Missing, stage: str, version: int, epoch: int) -> Exception:
+def explain(
+    error: Exception, missing: Missing, stage: str, version: int, epoch: int, torn: Collection[int]
+) -> Exception:
     """The error of a failed attempt, naming everybody who is missing.
 
     Whoever runs into a frozen rank only knows that something did not come. The roll call knows who
@@ -106,10 +108,11 @@ def explain(error: Exception, missing: Missing, stage: str, version: int, epoch:
         stage: What went on.
         version: The version that was being sent.
         epoch: Membership epoch.
+        torn: Shards that may hold mixed weights.
     """
     if not missing.names:
         if isinstance(error, RefitError):
-            error = located(error, version, epoch, ())
+            error = located(error, version, epoch, (), _aftermath(torn))
             if isinstance(error, PeerDeadError):
                 error.add_note("everybody who is known answers: only a connection was lost")
             return error
@@ -135,3 +138,12 @@ def explain(error: Exception, missing: Missing, stage: str, version: int, epoch:
     found.__cause__ = error
     found.add_note(f"seen as: {error}")
     return found
+
+
+def _aftermath(torn: Collection[int]) -> str:
+    if not torn:
+        return "nothing live was changed"
+    return (
+        f"shards {sorted(torn)} may hold mixed weights; they stay paused until a refit succeeds, "
+        "which is verified in any case"
+    )

@@ -81,12 +81,12 @@ def commit_version(
 
     stage("pause")
     begin = time.perf_counter()
-    paused, failed = shards.apply(present, _pause, deadline, "pause", version=version, epoch=epoch)
+    pause = _Pause({id(shards.all[shard]) for shard in stale})
+    _, failed = shards.apply(present, pause, deadline, "pause", version=version, epoch=epoch)
     if failed:
         # A partial pause is undone: no byte moved, so everybody may go on as before.
-        whole = [shard for shard in paused if shard not in stale]
         late = Deadline(max(deadline.remaining(), _RESUME_SECONDS))
-        shards.apply(whole, _resume, late, "resume", version=version, epoch=epoch)
+        shards.apply(present, pause.undo, late, "resume", version=version, epoch=epoch)
         raise_shards(failed)
     spent["pause"] = time.perf_counter() - begin
 
@@ -192,8 +192,37 @@ def _explain(
     return {s: problem for s, e in errors.items() if isinstance(e, AbortedError | DeadlineError)}
 
 
-def _pause(shard: EngineShard) -> None:
-    shard.pause()
+class _Pause:
+    """Pauses shards, and can take that back from those that pause too late as well.
+
+    Args:
+        stale: ``id()`` of shards that must not go on.
+    """
+
+    def __init__(self, stale: Collection[int]) -> None:
+        self._stale = stale
+        self._paused: set[int] = set()
+        self._undone: set[int] = set()
+        self._lock = threading.Lock()
+
+    def __call__(self, shard: EngineShard) -> None:
+        """Pauses; in a thread that may outlive the wait for it."""
+        shard.pause()
+        with self._lock:
+            self._paused.add(id(shard))
+            late = id(shard) in self._undone
+        if late:
+            shard.resume()
+
+    def undo(self, shard: EngineShard) -> None:
+        """Resumes a shard that is paused; one that is not yet goes on as soon as it is."""
+        if id(shard) in self._stale:
+            return
+        with self._lock:
+            self._undone.add(id(shard))
+            paused = id(shard) in self._paused
+        if paused:
+            shard.resume()
 
 
 def _resume(shard: EngineShard) -> None:

@@ -14,7 +14,7 @@ from weight_sync.build import Controls, attach, make_plan, meet, record
 from weight_sync.comm.deadline import Deadline
 from weight_sync.conductor import Conductor
 from weight_sync.engine import EngineShard
-from weight_sync.errors import ConfigError, EngineStateError, StaleEpochError
+from weight_sync.errors import ConfigError, EngineStateError, StaleEpochError, WeightSyncError
 from weight_sync.fanout import raise_first
 from weight_sync.manifest import Manifest
 from weight_sync.membership import Membership, MembershipTracker
@@ -22,6 +22,7 @@ from weight_sync.messages import Attached, Detach, Done, TrainerEndpointInfo
 from weight_sync.negotiation import negotiate
 from weight_sync.participants import Shards, TrainerRanks, raise_shards
 from weight_sync.plan import DEFAULT_BUCKET_BYTES, Plan
+from weight_sync.presence import Presence
 from weight_sync.progress import Progress
 from weight_sync.quantize.wanted import QuantSpec
 from weight_sync.recovery import explain, shards_of, take_stock, worth_retrying
@@ -29,7 +30,8 @@ from weight_sync.refit import SURE_SECONDS, commit_version
 from weight_sync.replicas import check_replicas
 from weight_sync.report import STAGES, RefitReport
 from weight_sync.rollcall import Missing, Vigil
-from weight_sync.transports.registry import GROUPED, check_transport
+from weight_sync.settings import check_settings
+from weight_sync.transports.registry import GROUPED
 from weight_sync.wire.address import Address
 
 # How long telling everybody that a refit ended, or that all is over, may take.
@@ -45,7 +47,9 @@ class WeightSynchronizer:
         transport: ``"ipc"``, ``"broadcast"`` or ``"reshard"``.
         not_trained: Names or ``prefix*``: trainer tensors the engine may ignore, engine parameters
             that keep their values.
-        deadline_s: Longest time one refit may take, with a retry if there is one.
+        deadline_s: Longest time one refit may take, with a retry if there is one. After a failure
+            it takes up to as long again, but no longer than three times ``silence_s``, to find
+            out who is missing and to tell everybody.
         bucket_bytes: Bucket size of packed and staged transfers.
         stage_bytes: Most memory that broadcast and reshard may use on each worker to receive into;
             what is free if None. Where a worker's weights do not fit, they arrive in rounds while
@@ -72,27 +76,7 @@ class WeightSynchronizer:
         retry_survivors: bool = True,
         silence_s: float = 10.0,
     ) -> None:
-        problems = []
-        try:
-            check_transport(transport)
-        except ConfigError as error:
-            problems.append(str(error))
-        if [t.rank for t in trainers] != list(range(len(trainers))) or not trainers:
-            ranks = [t.rank for t in trainers]
-            problems.append(f"trainers must be ranks 0..n-1 in order, not {ranks}")
-        if not shards or len({s.workers for s in shards}) > 1:
-            problems.append(
-                f"shards must be at least one and have equally many workers, not "
-                f"{[s.workers for s in shards]}"
-            )
-        if bucket_bytes < 1:
-            problems.append(f"bucket_bytes must be positive, not {bucket_bytes}")
-        if stage_bytes is not None and stage_bytes < 1:
-            problems.append(f"stage_bytes must be positive, not {stage_bytes}")
-        if silence_s <= 0:
-            problems.append(f"silence_s must be positive, not {silence_s}")
-        if problems:
-            raise ConfigError("; ".join(problems))
+        check_settings(trainers, shards, transport, bucket_bytes, stage_bytes, silence_s)
         self._trainers = TrainerRanks(trainers)
         self._shards = Shards(shards)
         self._transport = transport
@@ -109,12 +93,13 @@ class WeightSynchronizer:
         self._replicas_checked = False
         self._retry_survivors = retry_survivors
         self._silence = silence_s
+        self._patience = _FAREWELL_SECONDS
         self._stage_name = ""
         self._stale = True
         self._version = -1
         self._shard_versions = [-1] * len(shards)
-        # Shards that do not take part, and those that may hold mixed weights.
-        self._absent: frozenset[int] = frozenset()
+        self._presence = Presence()
+        # Shards that may hold mixed weights.
         self._torn: set[int] = set()
         self._controls = Controls({})
         self._missing = Missing()
@@ -140,7 +125,7 @@ class WeightSynchronizer:
     @property
     def absent(self) -> tuple[int, ...]:
         """Shards that do not take part: excluded by the caller, or lost in a refit."""
-        return tuple(sorted(self._absent))
+        return tuple(sorted(self._presence.absent))
 
     @property
     def membership(self) -> Membership | None:
@@ -171,7 +156,7 @@ class WeightSynchronizer:
             WeightSyncError: Naming who failed and what to do.
         """
         self._require_open()
-        self._absent = frozenset(absent)
+        self._exclude(absent)
         return self._build(Deadline(self._seconds))
 
     def replace_shard(self, index: int, shard: EngineShard) -> None:
@@ -195,19 +180,18 @@ class WeightSynchronizer:
         self._controls.forget(index)
         self._shard_versions[index] = -1
         self._torn.add(index)
-        self._absent -= {index}
+        self._presence.restore(index)
         deadline = Deadline(min(self._seconds, _FAREWELL_SECONDS))
-        _, errors = self._shards.apply([index], lambda s: s.pause(), deadline, "pause")
-        raise_shards(errors)
+        raise_shards(self._shards.apply([index], lambda s: s.pause(), deadline, "pause")[1])
 
     def _build(self, deadline: Deadline) -> Membership:
         self._stage_name = "plan"
         self._tracker.invalidate()
         start = time.perf_counter()
-        self._meet(self._tracker.desired(self._absent).shards, deadline)
+        self._meet(self._tracker.desired(self._presence.absent).shards, deadline)
         offered = self._trainers.manifests(deadline)
         self._tracker.overtake(self._trainers.epoch)
-        membership = self._tracker.begin_build(self._absent)
+        membership = self._tracker.begin_build(self._presence.absent)
         manifests, self._wanted = negotiate(
             self._trainers, offered, self._shards, membership, deadline
         )
@@ -235,7 +219,7 @@ class WeightSynchronizer:
     def _meet(self, present: Sequence[int], deadline: Deadline) -> None:
         """Learns what workers hold already, so that neither versions nor epochs go backwards."""
         for shard, states in meet(self._shards, present, deadline).items():
-            if any(state.torn for state in states):
+            if any(state.torn for state in states) or len({s.version for s in states}) > 1:
                 self._torn.add(shard)
             if shard not in self._torn:
                 self._shard_versions[shard] = min(state.version for state in states)
@@ -296,29 +280,37 @@ class WeightSynchronizer:
         self._require_newer(version)
         deadline = Deadline(self._seconds if deadline_s is None else deadline_s)
         if absent is not None:
-            self._absent = frozenset(absent)
-        error = ""
+            self._exclude(absent)
+        error, overtaken = "", False
+        # Nobody waits longer to clean up after a call than for the call itself.
+        self._patience = min(self._silence, _FAREWELL_SECONDS, max(deadline.seconds, 1.0))
         try:
             with Progress(f"refit v{version}", STAGES) as progress:
                 report = self._with_survivors(version, verify, deadline, progress)
         except BaseException as problem:
             error = str(problem) or type(problem).__name__
+            overtaken = isinstance(problem, StaleEpochError)
             raise
         finally:
             ended = time.perf_counter()
-            untold = self._trainers.release(
-                version,
-                self._tracker.epoch,
-                error,
-                Deadline(min(self._silence, _FAREWELL_SECONDS)),
-                self._missing.names,
-            )
+            # Trainers that somebody else drives must not hear of this refit's end.
+            untold = {} if overtaken else self._release(version, error)
             if not error:
                 raise_first(untold)
         now = time.perf_counter()
         return structs.replace(
             report, seconds=report.seconds | {"release": now - ended}, total_seconds=now - begin
         )
+
+    def _release(self, version: int, error: str) -> dict[str, WeightSyncError]:
+        farewell = Deadline(self._patience)
+        epoch, missing = self._tracker.epoch, self._missing.names
+        return self._trainers.release(version, epoch, error, farewell, missing)
+
+    def _exclude(self, absent: Collection[int]) -> None:
+        # Raises if that cannot be, before anything is kept.
+        self._tracker.desired(absent)
+        self._presence.exclude(absent)
 
     def _require_newer(self, version: int) -> None:
         newest = max(self._version, *self._shard_versions)
@@ -375,8 +367,8 @@ class WeightSynchronizer:
         epoch = self._tracker.epoch
         if isinstance(error, StaleEpochError):
             # Somebody else drives the fleet now: nothing here may be ended, nobody is missing.
-            return explain(error, Missing(), self._stage_name, version, epoch), False
-        seconds = min(self._silence, _FAREWELL_SECONDS)
+            return explain(error, Missing(), self._stage_name, version, epoch, ()), False
+        seconds = self._patience
         stock = take_stock(
             self._trainers.addresses,
             self._controls.addresses,
@@ -387,18 +379,20 @@ class WeightSynchronizer:
         )
         self._missing = stock.missing
         lost = shards_of(stock.missing.names) | self._shards.still_gone(stock.reached, seconds)
-        lost -= self._absent
-        self._absent |= lost
+        lost -= self._presence.absent
+        self._presence.lose(lost)
         again = self._retry_survivors and worth_retrying(error, stock.missing, lost)
-        if len(self._absent) == len(self._shards.all):
+        if len(self._presence.absent) == len(self._shards.all):
             # Without anybody left there is nothing to retry; the next call asks everybody again.
-            self._absent, again = frozenset(), False
-        return explain(error, stock.missing, self._stage_name, version, epoch), again
+            self._presence.find_lost()
+            again = False
+        torn = self._torn - self._presence.absent
+        return explain(error, stock.missing, self._stage_name, version, epoch, torn), again
 
     def _attempt(
         self, version: int, verify: bool, deadline: Deadline, progress: Progress, first: bool
     ) -> RefitReport:
-        if self._tracker.needs_build(self._absent):
+        if self._tracker.needs_build(self._presence.absent):
             progress.stage("plan")
             self._build(deadline)
             if first:
@@ -480,6 +474,12 @@ class WeightSynchronizer:
     def _require_open(self) -> None:
         if self._closed:
             raise EngineStateError("the synchronizer was shut down; make a new one")
+
+    def __enter__(self) -> WeightSynchronizer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
 
     def shutdown(self) -> None:
         """Detaches workers and closes connections; safe twice."""

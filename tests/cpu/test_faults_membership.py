@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +16,12 @@ from tests.harness.local import LocalShard, LocalTrainers
 from tests.harness.sources import BoxSource, whole
 from tests.harness.standin import StandinModel, Unit, copies
 from weight_sync.comm.deadline import Deadline
+from weight_sync.engine import LocalLLM
 from weight_sync.errors import (
     ConfigError,
+    DeadlineError,
     EngineStateError,
+    MembershipError,
     NoSurvivingShardsError,
     PeerDeadError,
     RefitError,
@@ -393,3 +399,83 @@ def test_a_late_send_of_an_overtaken_controller_leaves_its_successors_groups_alo
     report = successor.sync_weights(fleet.publish(3))
     assert report.retried == ""
     assert [e.value for e in fleet.engines] == [3.0] * 3
+
+
+def test_the_end_of_an_overtaken_controllers_refit_releases_nobody(fleet: Fleet) -> None:
+    fleet.refit(1)
+    successor = fleet.connect()
+    successor.sync_weights(fleet.publish(2))
+    version = fleet.publish(3)
+    with pytest.raises(StaleEpochError):
+        fleet.sync.sync_weights(version)
+    with pytest.raises(DeadlineError, match="waited"):
+        fleet.trainers.endpoints[0].wait(version, 0.2)
+    successor.sync_weights(version)
+    fleet.trainers.endpoints[0].wait(version, 5)
+
+
+def test_weights_are_not_read_again_after_the_trainer_was_told_that_a_refit_failed(
+    fleet: Fleet,
+) -> None:
+    fleet.refit(1)
+    for engine in fleet.engines:
+        engine.faults.actions = {"install": ("raise", "injected")}
+    version = fleet.publish(2)
+    with pytest.raises(RefitError, match="injected"):
+        fleet.sync.sync_weights(version)
+    with pytest.raises(RefitError, match="may have changed its weights"):
+        fleet.sync.sync_weights(version)
+    fleet.sync.sync_weights(fleet.publish(3))
+    assert [e.value for e in fleet.engines] == [3.0] * 3
+
+
+def test_a_shard_whose_workers_hold_two_versions_does_not_generate() -> None:
+    states = [WorkerState(version, False, 1, (), False) for version in (2, 1)]
+    front = SimpleNamespace(states=lambda: states)
+    with pytest.raises(EngineStateError, match="mixed weights"):
+        LocalLLM.generate(front)  # type: ignore[arg-type]
+
+
+def test_a_shard_that_pauses_too_late_goes_on(fleet: Fleet) -> None:
+    fleet.refit(1)
+    slow, go_on = fleet.engines[1], threading.Event()
+    pause = slow.pause
+
+    def late() -> None:
+        go_on.wait(20)
+        pause()
+
+    slow.pause = late  # type: ignore[method-assign]
+    with pytest.raises(DeadlineError, match="pause"):
+        fleet.sync.sync_weights(fleet.publish(2), deadline_s=0.5)
+    go_on.set()
+    end = time.monotonic() + 5
+    while not slow.serving and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [e.serving for e in fleet.engines] == [True] * 3
+
+
+def test_a_shard_that_the_caller_excluded_stays_out_when_the_others_are_lost(
+    fleet: Fleet,
+) -> None:
+    fleet.refit(1)
+    for lost in (0, 2):
+        fleet.engines[lost].dead = True
+    with pytest.raises(RefitError):
+        fleet.sync.sync_weights(fleet.publish(2), absent=[1])
+    assert fleet.sync.absent == (1,)
+
+
+def test_an_absent_shard_that_does_not_exist_is_refused_and_forgotten(fleet: Fleet) -> None:
+    fleet.refit(1)
+    with pytest.raises(MembershipError, match="do not exist"):
+        fleet.sync.sync_weights(fleet.publish(2), absent=[9])
+    fleet.sync.sync_weights(fleet.publish(3))
+    assert [e.value for e in fleet.engines] == [3.0] * 3
+
+
+def test_leaving_the_block_shuts_a_synchronizer_down(fleet: Fleet) -> None:
+    with fleet.connect() as made:
+        made.sync_weights(fleet.publish(1))
+    with pytest.raises(EngineStateError, match="shut down"):
+        made.sync_weights(fleet.publish(2))

@@ -102,4 +102,4 @@ def test_a_field_of_the_wrong_type_is_refused() -> None:
     raw = msgspec.msgpack.encode({"type": "Release", "version": "seven", "error": ""})
     with pytest.raises(msgspec.ValidationError, match="version"):
         decode_trainer_request(raw)
-    assert decode_trainer_request(encode(Release(7, ""))) == Release(7, "")
+    assert decode_trainer_request(encode(Release(7, 3, ""))) == Release(7, 3, "")

@@ -178,7 +178,7 @@ def test_a_lost_trainer_is_never_retried() -> None:
 def test_a_frozen_rank_is_named_with_stage_version_and_epoch() -> None:
     missing = Missing(frozen=frozenset({"shard 1 worker 0"}))
     original = error(DeadlineError, ranks=["shard 0 worker 1"])
-    found = explain(original, missing, "commit", 7, 3)
+    found = explain(original, missing, "commit", 7, 3, ())
     assert isinstance(found, DeadlineError)
     assert (found.stage, found.version, found.epoch) == ("transfer", 7, 3)
     assert found.ranks == ("shard 1 worker 0",)
@@ -189,23 +189,30 @@ def test_a_frozen_rank_is_named_with_stage_version_and_epoch() -> None:
 
 def test_dead_and_frozen_ranks_are_named_together() -> None:
     missing = Missing(frozenset({"shard 0 worker 0"}), frozenset({"trainer 1"}))
-    found = explain(error(), missing, "transfer", 7, 3)
+    found = explain(error(), missing, "transfer", 7, 3, ())
     assert isinstance(found, PeerDeadError)
     assert found.ranks == ("shard 0 worker 0", "trainer 1")
     assert "engines need no restart" in str(found)
 
 
 def test_what_an_error_does_not_know_is_filled_in() -> None:
-    found = explain(error(ranks=["trainer 0"]), NOBODY, "commit", 7, 3)
+    found = explain(error(ranks=["trainer 0"]), NOBODY, "commit", 7, 3, ())
     assert isinstance(found, RefitError)
     assert (found.version, found.epoch, found.ranks) == (7, 3, ("trainer 0",))
 
 
 def test_other_errors_of_the_library_get_a_note() -> None:
-    found = explain(TransportError("no"), NOBODY, "connect", 7, 3)
+    found = explain(TransportError("no"), NOBODY, "connect", 7, 3, ())
     assert found.__notes__ == ["(stage=connect, version=7, epoch=3)"]
 
 
 def test_a_lost_connection_to_somebody_who_runs_is_called_that() -> None:
-    found = explain(error(PeerDeadError, ranks=["trainer 0"]), NOBODY, "connect", 7, 3)
+    found = explain(error(PeerDeadError, ranks=["trainer 0"]), NOBODY, "connect", 7, 3, ())
     assert found.__notes__ == ["everybody who is known answers: only a connection was lost"]
+
+
+def test_an_error_without_advice_says_what_became_of_the_engines() -> None:
+    untouched = explain(error(RefitError), NOBODY, "publish", 7, 3, ())
+    assert "nothing live was changed" in str(untouched)
+    mixed = explain(error(RefitError), NOBODY, "transfer", 7, 3, {2, 0})
+    assert "shards [0, 2] may hold mixed weights" in str(mixed)

@@ -12,7 +12,6 @@ from weight_sync import env
 from weight_sync.arrays import pack
 from weight_sync.comm.deadline import Deadline
 from weight_sync.errors import (
-    DeadlineError,
     EngineStateError,
     PlanMismatchError,
     RefitError,
@@ -55,6 +54,7 @@ from weight_sync.sources.base import WeightSource
 from weight_sync.sources.quantized import ReduceMax
 from weight_sync.trainer.export import Exporter, LocalRegions, collect
 from weight_sync.trainer.hashing import compile_hash, compile_replica_hash
+from weight_sync.trainer.publication import Publication
 from weight_sync.trainer.ring import Ring
 from weight_sync.trainer.sender import GroupSender
 from weight_sync.trainer.served import Served
@@ -121,13 +121,11 @@ class TrainerEndpoint:
         self._digests: dict[tuple[int, int], Digests] = {}
         self._rings: dict[int, Ring] = {}
         self._sender: GroupSender | None = None
-        self._version = -1
-        self._released: tuple[int, str] = (-1, "")
+        self._publication = Publication(rank)
         self._event: torch.cuda.Event | None = None
         # Digests must not come before bytes that are packed meanwhile.
         cuda = engine_device == "cuda"
         self._digest_stream = torch.cuda.Stream(self._device_index) if cuda else None
-        self._changed = threading.Condition()
         # What hashes holds only the first, so that bytes can be served meanwhile; whoever changes
         # what is hashed takes both, in this order.
         self._hashing = threading.RLock()
@@ -148,11 +146,7 @@ class TrainerEndpoint:
         """
         if self._closed:
             raise EngineStateError(f"trainer {self.rank}: the endpoint is closed; make a new one")
-        if version <= self._version and self._released[0] >= self._version:
-            raise EngineStateError(
-                f"trainer {self.rank} already published version {self._version}; versions must "
-                f"grow, {version} does not"
-            )
+        self._publication.check(version)
         with self._hashing, self._work:
             self._served.prepare()
             fingerprint = self._served.source.fingerprint()
@@ -162,31 +156,18 @@ class TrainerEndpoint:
                 self._event = torch.cuda.Event()
                 self._event.record(torch.cuda.current_stream(self._device_index))
             self._served.begin(version)
-        with self._changed:
-            self._version = version
-            self._changed.notify_all()
+        self._publication.publish(version)
 
     def wait(self, version: int, seconds: float | None = None) -> None:
         """Waits until the refit of ``version`` ended.
 
         Raises:
             RefitError: If it failed; every rank gets the same reason.
+            EngineStateError: If a newer version was published meanwhile.
             DeadlineError: If nobody ended it in time.
         """
         deadline = Deadline(env.deadline_seconds() if seconds is None else seconds)
-        with self._changed:
-            while self._released[0] < version:
-                if not self._changed.wait(deadline.remaining()) and deadline.expired:
-                    raise DeadlineError(
-                        f"trainer {self.rank} waited {deadline.seconds:g} s for the refit to end",
-                        stage="release",
-                        version=version,
-                        epoch=self._epoch,
-                        ranks=["orchestrator"],
-                        remedy="check that whoever calls sync_weights() runs and did so",
-                    )
-            if self._released[0] == version and self._released[1]:
-                raise RefitError(self._released[1], stage="release", version=version)
+        self._publication.wait_end(version, self._epoch, deadline)
 
     def forget(self) -> None:
         """Drops every reference to weight memory; call it before offloading or freeing weights."""
@@ -269,12 +250,10 @@ class TrainerEndpoint:
                 if epoch >= self._epoch:
                     self._leave_groups(reason)
                 return Done()
-            case Release(version, error):
-                with self._changed:
-                    # One of a controller that was replaced may come late.
-                    if version >= self._released[0]:
-                        self._released = (version, error)
-                        self._changed.notify_all()
+            case Release(version, epoch, error):
+                # One of a controller that was replaced may come late.
+                if epoch >= self._epoch:
+                    self._publication.end(version, error)
                 return Done()
             case _:
                 raise PlanMismatchError(f"trainer {self.rank} does not know {type(request)}")
@@ -313,26 +292,7 @@ class TrainerEndpoint:
         return GotManifest(manifest, self._epoch)
 
     def _await_version(self, version: int, epoch: int, deadline: Deadline) -> Published:
-        with self._changed:
-            while self._version < version:
-                if not self._changed.wait(deadline.remaining()) and deadline.expired:
-                    raise DeadlineError(
-                        f"trainer {self.rank} is at version {self._version} and did not publish "
-                        f"{version} within {deadline.seconds:g} s",
-                        stage="publish",
-                        version=version,
-                        epoch=epoch,
-                        ranks=[f"trainer {self.rank}"],
-                        remedy="call publish() on every rank before or during sync_weights()",
-                    )
-            if self._version != version:
-                raise RefitError(
-                    f"trainer {self.rank} is already at version {self._version}",
-                    stage="publish",
-                    version=version,
-                    epoch=epoch,
-                    ranks=[f"trainer {self.rank}"],
-                )
+        self._publication.wait_for(version, epoch, deadline)
         if self._event is not None:
             self._event.synchronize()
         with self._work:
@@ -358,9 +318,10 @@ class TrainerEndpoint:
         return program
 
     def _local(self, version: int | None = None) -> LocalRegions:
-        if version is not None and version != self._version:
+        published = self._publication.version
+        if version is not None and version != published:
             raise RefitError(
-                f"trainer {self.rank} was asked for version {version} but is at {self._version}",
+                f"trainer {self.rank} was asked for version {version} but is at {published}",
                 stage="transfer",
                 version=version,
             )
@@ -374,14 +335,18 @@ class TrainerEndpoint:
     def _exports(self, epoch: int, digest: str) -> Exports:
         self._checked(epoch, digest)
         self._fault("connect")
-        with self._work:
-            # Host memory moves when it becomes shared memory.
-            self._served.settle(env.deadline_seconds())
-            return self._exporter.export(
-                self._local(),
-                self._generation,
-                accelerator=self._engine_device == "cuda",
-            )
+        with self._hashing, self._work:
+            return self._export(self._local())
+
+    def _export(self, regions: LocalRegions) -> Exports:
+        """Exports regions; host memory moves when it becomes shared memory."""
+        self._served.settle(env.deadline_seconds())
+        before = [storage.data_ptr() for storage in regions.storages]
+        cuda = self._engine_device == "cuda"
+        exports = self._exporter.export(regions, self._generation, accelerator=cuda)
+        if before != [storage.data_ptr() for storage in regions.storages]:
+            self._hashes.clear()
+        return exports
 
     def _class_digests(self, epoch: int, digest: str, version: int, class_id: int) -> Digests:
         self._fault("verify")
@@ -416,7 +381,11 @@ class TrainerEndpoint:
             # A worker that asks for them gets the error.
             with suppress(Exception), self._hashing:
                 program = self._program
-                if program is not None and version == self._version and not self._closed:
+                if (
+                    program is not None
+                    and version == self._publication.version
+                    and not self._closed
+                ):
                     for task in program.hashes:
                         self._digest_of(program, version, task.class_id)
 
@@ -478,21 +447,17 @@ class TrainerEndpoint:
     def _stage(self, epoch: int, digest: str, version: int, worker: int, bucket: int) -> Staged:
         program = self._checked(epoch, digest)
         self._fault("transfer", bucket * program.bucket_bytes)
+        if worker not in self._rings:
+            with self._hashing, self._work:
+                self._make_ring(program, worker, self._local(version))
         with self._work:
-            regions = self._local(version)
             self._served.ensure(version, env.deadline_seconds())
-            if worker not in self._rings:
-                exports = self._exporter.export(
-                    regions, self._generation, accelerator=self._engine_device == "cuda"
-                )
-                task = next(t for t in program.sends if t.worker == worker)
-                place = exports.storage.unpack()[task.region.unpack()]
-                device = torch.device(self._engine_device, self._device_index or 0)
-                self._rings[worker] = Ring(
-                    task,
-                    np.flatnonzero(place < 0),
-                    self._manifest,
-                    program.bucket_bytes,
-                    device,
-                )
-            return self._rings[worker].stage(version, bucket, regions, self._generation)
+            ring, regions = self._rings[worker], self._local(version)
+            return ring.stage(version, bucket, regions, self._generation)
+
+    def _make_ring(self, program: SenderProgram, worker: int, regions: LocalRegions) -> None:
+        task = next(t for t in program.sends if t.worker == worker)
+        place = self._export(regions).storage.unpack()[task.region.unpack()]
+        device = torch.device(self._engine_device, self._device_index or 0)
+        missing = np.flatnonzero(place < 0)
+        self._rings[worker] = Ring(task, missing, self._manifest, program.bucket_bytes, device)

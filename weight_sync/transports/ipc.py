@@ -245,5 +245,6 @@ class _Stream:
             offset=self.buckets.offset[mine] // self._item[mine],
             stride=self._stride[mine],
             dtypes=tuple(self._dtypes[i] for i in mine),
-            key=("staged", self.peer.rank, number, reply.slot),
+            # Memory of another generation may have a handle with the same bytes.
+            key=("staged", self.peer.rank, self.peer.generation, number, reply.slot),
         )

@@ -82,7 +82,7 @@ class WorkerAgent:
             with self._lock:
                 return encode(self._answer(request))
         except Exception as error:  # Nothing may escape into the engine's RPC.
-            return encode(to_failure(error, self._stage, torn=self._torn))
+            return encode(to_failure(error, self._stage))
 
     def _fault(self, stage: str, offset: int = 0) -> None:
         """Notes what begins, for errors; then whatever a test injected."""

@@ -1,0 +1,81 @@
+"""What a trainer rank promises about its weights, and when it may change them again."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from weight_sync.comm.deadline import Deadline
+from weight_sync.errors import DeadlineError, EngineStateError, RefitError
+from weight_sync.trainer.publication import Publication
+
+
+@pytest.fixture
+def publication() -> Publication:
+    made = Publication(0)
+    made.publish(5)
+    return made
+
+
+def soon() -> Deadline:
+    return Deadline(0.05)
+
+
+def test_the_end_of_another_versions_refit_ends_no_wait(publication: Publication) -> None:
+    publication.end(7, "nobody published 7")
+    with pytest.raises(DeadlineError, match="waited"):
+        publication.wait_end(5, 1, soon())
+
+
+def test_a_failed_refit_ends_the_wait_with_its_reason(publication: Publication) -> None:
+    publication.end(5, "a worker died")
+    with pytest.raises(RefitError, match="a worker died"):
+        publication.wait_end(5, 1, soon())
+
+
+def test_an_earlier_end_does_not_end_the_wait_for_a_later_version(
+    publication: Publication,
+) -> None:
+    publication.end(5, "")
+    publication.check(6)
+    publication.publish(6)
+    with pytest.raises(DeadlineError):
+        publication.wait_end(6, 1, soon())
+
+
+def test_a_version_whose_refit_ended_is_not_served_again(publication: Publication) -> None:
+    publication.end(5, "a worker died")
+    with pytest.raises(RefitError, match="may have changed its weights"):
+        publication.wait_for(5, 1, soon())
+
+
+def test_a_version_whose_refit_failed_may_be_published_again(publication: Publication) -> None:
+    publication.end(5, "a worker died")
+    publication.check(5)
+    publication.publish(5)
+    publication.wait_for(5, 2, soon())
+
+
+def test_a_version_that_was_installed_may_not_be_published_again(
+    publication: Publication,
+) -> None:
+    publication.end(5, "")
+    with pytest.raises(EngineStateError, match="must grow"):
+        publication.check(5)
+
+
+def test_versions_never_go_back(publication: Publication) -> None:
+    with pytest.raises(EngineStateError, match="must grow"):
+        publication.check(3)
+
+
+def test_a_wait_for_a_version_that_was_overtaken_says_so(publication: Publication) -> None:
+    publication.publish(6)
+    with pytest.raises(EngineStateError, match="newer"):
+        publication.wait_end(5, 1, soon())
+
+
+def test_who_waits_for_a_version_goes_on_when_it_comes(publication: Publication) -> None:
+    threading.Timer(0.05, publication.publish, [6]).start()
+    publication.wait_for(6, 1, Deadline(5))
