@@ -1,5 +1,5 @@
-# Targets: setup demo test test-gpu bench lint docs. `make setup` honours pip's own settings
-# (indexes, links, proxies) and builds .venv; everything but test-gpu runs in it.
+# Targets: setup demo test test-gpu multi-gpu bench lint docs. `make setup` honours pip's own settings
+# (indexes, links, proxies) and builds .venv; everything but test-gpu and multi-gpu runs in it.
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ STAMP := $(VENV)/.locks-installed
 CODE := weight_sync generation bench examples tests docs
 JSON ?= build/bench.json
 
-.PHONY: setup demo test test-gpu bench lint docs
+.PHONY: setup demo test test-gpu multi-gpu bench lint docs
 
 setup: $(STAMP)
 
@@ -38,6 +38,11 @@ test: lint docs
 # For a machine with GPUs: its own Python, with torch, vLLM and this package's CUDA extra installed.
 test-gpu:
 	$(PYTHON) -m pytest tests/gpu tests/multi_gpu
+
+# For a machine with 4 or 8 GPUs: trainer grids against engine fleets, then their rates.
+multi-gpu:
+	$(PYTHON) -m pytest -rs tests/multi_gpu/test_grids.py
+	$(PYTHON) -m bench grids --out bench/results
 
 bench: setup
 	mkdir -p $(dir $(JSON))

@@ -1,12 +1,13 @@
-"""``python -m bench refit | plan | faults``: see ``--help`` of each."""
+"""``python -m bench refit | grids | plan | faults``: see ``--help`` of each."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
-from bench import faults, plan, refit
+from bench import faults, grid_cases, plan, refit
 
 
 def main() -> None:
@@ -14,11 +15,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench")
     commands = parser.add_subparsers(dest="command", required=True)
     refit.add_arguments(commands.add_parser("refit", help=refit.__doc__))
+    grid_cases.add_arguments(commands.add_parser("grids", help=grid_cases.__doc__))
     plan.add_arguments(commands.add_parser("plan", help=plan.__doc__))
     faults.add_arguments(commands.add_parser("faults", help=faults.__doc__))
     args = parser.parse_args()
     if args.command == "refit":
         result = refit.run(refit.parse(args))
+    elif args.command == "grids":
+        result = grid_cases.run(args)
     elif args.command == "plan":
         result = plan.run(args)
     else:
@@ -30,6 +34,9 @@ def main() -> None:
         Path(args.json).write_text(text + "\n")
     if args.command == "refit" and args.plot:
         refit.plot(result, args.plot)
+    problems = result.get("failed") or result.get("wrong")
+    if problems:
+        sys.exit(f"not a good run: {problems}")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from weight_sync.plan import Plan
 
@@ -56,36 +57,66 @@ def measure(engine: str, trainer: str, repeat: int = 9) -> Limit:
     return Limit(kind, nbytes / 1e9 / best)
 
 
-def measure_plan(plan: Plan, trainers: Sequence[str], engines: Sequence[str]) -> Limit:
-    """Rate at which the slowest worker could get its bytes, each over the path the plan gives it.
+def traffic(plan: Plan) -> NDArray[np.int64]:
+    """int64 ``[trainer ranks, workers]``: bytes that each worker needs from each rank."""
+    ranks = plan.membership.trainer_world_size
+    return np.stack(
+        [
+            np.bincount(plan.senders[worker], plan.pieces[c].nbytes, ranks).astype(np.int64)
+            for worker, c in enumerate(plan.worker_class)
+        ],
+        axis=1,
+    )
 
-    What lies on the worker's own GPU and what comes from its peers use different wires, so they
-    arrive at once; all peers share the worker's own link.
+
+def measure_copies(
+    sent: NDArray[np.int64], trainers: Sequence[str], workers: Sequence[str]
+) -> Limit:
+    """Rate per worker at which all workers could get their bytes if every path ran at its own rate.
+
+    Each path is measured alone. What lies on a worker's own GPU and what comes from its peers use
+    different wires, so they arrive at once; a GPU has one link into which all its peers send, and
+    one through which it sends to all of them.
 
     Args:
-        plan: Who reads how much from whom.
+        sent: int64 ``[trainer ranks, workers]``, as :func:`traffic`.
         trainers: Device of each trainer rank.
-        engines: Device of each worker.
+        workers: Device of each worker.
     """
     rates: dict[tuple[str, str], Limit] = {}
-    slowest: Limit | None = None
-    for worker, engine in enumerate(engines):
-        program = plan.receiver_program(worker)
-        elements = program.size.unpack().astype(np.int64).prod(axis=1)
-        sent = np.bincount(program.sender.unpack(), weights=elements, minlength=len(trainers))
-        parts: dict[str, float] = defaultdict(float)
-        kinds = []
-        for trainer, amount in zip(trainers, sent.tolist(), strict=True):
-            if not amount:
-                continue
-            if (engine, trainer) not in rates:
-                rates[engine, trainer] = measure(engine, trainer)
-            path = rates[engine, trainer]
-            kinds.append(path.kind)
-            parts[path.kind] += amount / path.gbps
-        kind = " and ".join(sorted(set(kinds)))
-        limit = Limit(kind, float(sent.sum()) / max(parts.values()))
-        if slowest is None or limit.gbps < slowest.gbps:
-            slowest = limit
-    assert slowest is not None
-    return slowest
+    for rank, worker in np.argwhere(sent).tolist():
+        path = trainers[rank], workers[worker]
+        if path not in rates:
+            rates[path] = measure(workers[worker], trainers[rank])
+    kind = " and ".join(sorted({limit.kind for limit in rates.values()}))
+    gbps = {path: limit.gbps for path, limit in rates.items()}
+    return Limit(kind, float(sent.sum()) / busiest(sent, trainers, workers, gbps) / len(workers))
+
+
+def busiest(
+    sent: NDArray[np.int64],
+    trainers: Sequence[str],
+    workers: Sequence[str],
+    rates: Mapping[tuple[str, str], float],
+) -> float:
+    """Bytes over rate of whatever takes longest.
+
+    Args:
+        sent: int64 ``[trainer ranks, workers]``.
+        trainers: Device of each trainer rank.
+        workers: Device of each worker.
+        rates: Rate of each path from a trainer's device to a worker's.
+    """
+    spent: dict[tuple[str, str], float] = defaultdict(float)
+    for rank, worker in np.argwhere(sent).tolist():
+        source, target = trainers[rank], workers[worker]
+        seconds = int(sent[rank, worker]) / rates[source, target]
+        if source != target:
+            spent["out of", source] += seconds
+            spent["into", target] += seconds
+        elif target == "cpu":
+            # Workers copy on cores of their own.
+            spent["worker", str(worker)] += seconds
+        else:
+            spent["inside", target] += seconds
+    return max(spent.values())

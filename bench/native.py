@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from bench.engines import Fleet, LocalFleet
+from bench.grids import EngineGrid
+from bench.models import Config, random_weights, shapes
+from bench.options import Options
 from bench.trainer_process import TrainerProcesses
 
 if TYPE_CHECKING:
@@ -46,51 +50,58 @@ class NativeIpc:
 
 
 class NativeNccl:
-    """vLLM's nccl engine, packed: one broadcast of every full tensor."""
+    """vLLM's nccl engine, packed: one broadcast of every full tensor, by trainer rank 0.
+
+    Where several ranks share the weights, each tensor is put together on rank 0 right before, as
+    this engine wants it.
+    """
 
     name = "vllm-native nccl packed"
 
-    def __init__(self, llm: LLM, trainers: TrainerProcesses, cfg: dict[str, object]) -> None:
-        from bench.models import shapes
-
-        self._llm = llm
+    def __init__(
+        self, fleet: Fleet, trainers: TrainerProcesses, cfg: Config, engine: EngineGrid
+    ) -> None:
+        self._fleet = fleet
         self._trainers = trainers
-        self._shapes = list(shapes(cfg))
+        self._shards = engine.dp
+        known = list(shapes(cfg))
+        self._update: dict[str, object] = {
+            "names": [n for n, _ in known],
+            "dtype_names": ["bfloat16"] * len(known),
+            "shapes": [list(s) for _, s in known],
+            "packed": True,
+        }
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        trainers.post("join", "127.0.0.1", port)
-        llm.init_weight_transfer_engine(
-            {
-                "init_info": {
-                    "master_address": "127.0.0.1",
-                    "master_port": port,
-                    "rank_offset": 1,
-                    "world_size": 2,
-                }
-            }
+        trainers.post("join", "127.0.0.1", port, 1 + engine.workers)
+        meeting = {
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "world_size": 1 + engine.workers,
+        }
+        fleet.ask(
+            "init_weight_transfer_engine",
+            [
+                ({"init_info": meeting | {"rank_offset": 1 + shard * engine.tp}},)
+                for shard in range(engine.dp)
+            ],
         )
         trainers.collect()
 
     def refit(self) -> float:
         """``start_weight_update`` to ``finish_weight_update``."""
         start = time.perf_counter()
-        self._llm.start_weight_update()
+        self._all("start_weight_update")
         self._trainers.post("send", True)
-        self._llm.update_weights(
-            {
-                "update_info": {
-                    "names": [n for n, _ in self._shapes],
-                    "dtype_names": ["bfloat16"] * len(self._shapes),
-                    "shapes": [list(s) for _, s in self._shapes],
-                    "packed": True,
-                }
-            }
-        )
-        self._llm.finish_weight_update()
+        self._all("update_weights", {"update_info": self._update})
+        self._all("finish_weight_update")
         torch.cuda.synchronize()
         self._trainers.collect()
         return time.perf_counter() - start
+
+    def _all(self, method: str, *args: object) -> None:
+        self._fleet.ask(method, [args] * self._shards)
 
 
 class CheckpointEngine:
@@ -125,9 +136,7 @@ class NativeReload:
 
     name = "vllm-native reload"
 
-    def __init__(self, llm: LLM, cfg: dict[str, object]) -> None:
-        from bench.models import random_weights
-
+    def __init__(self, llm: LLM, cfg: Config) -> None:
         self._llm = llm
         self._weights = random_weights(cfg, 77)
 
@@ -137,3 +146,22 @@ class NativeReload:
         start = time.perf_counter()
         worker.reload_weights(weights_iterator=iter(self._weights.items()))
         return time.perf_counter() - start
+
+
+def start_natives(
+    options: Options, cfg: Config, fleet: Fleet, trainers: TrainerProcesses
+) -> list[NativeSystem]:
+    """What the options ask to be timed beside this library."""
+    out: list[NativeSystem] = []
+    if "vllm-native" in options.against:
+        if options.device == "cpu":
+            assert isinstance(fleet, LocalFleet)
+            out.append(NativeReload(fleet.llm, cfg))
+        elif isinstance(fleet, LocalFleet) and options.trainer_devices[0] == "cuda:0":
+            out.append(NativeIpc(fleet.llm, trainers))
+        else:
+            out.append(NativeNccl(fleet, trainers, cfg, options.engine))
+    if "checkpoint-engine" in options.against:
+        assert isinstance(fleet, LocalFleet)
+        out.append(CheckpointEngine(fleet.llm, trainers))
+    return out

@@ -38,6 +38,28 @@ class Parallelism:
         )
 
 
+def sizes(text: str, kinds: Sequence[str]) -> dict[str, int]:
+    """Reads a comma-separated list of ``kind=size``.
+
+    Args:
+        text: E.g. ``"dp=2,tp=4"``; may be empty.
+        kinds: Kinds that make sense here.
+
+    Raises:
+        ConfigError: If a kind is unknown or comes twice, or a size is no positive integer.
+    """
+    out: dict[str, int] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        kind, _, size = item.partition("=")
+        if kind not in kinds or kind in out or not size.isdecimal() or int(size) < 1:
+            raise ConfigError(
+                f"{item!r} in {text!r} is not understood; write each of {', '.join(kinds)} at most "
+                "once, as kind=size with size >= 1"
+            )
+        out[kind] = int(size)
+    return out
+
+
 def parse(text: str, kinds: Sequence[str] = ("dp", "tp", "pp", "ep")) -> Parallelism:
     """Reads a comma-separated list of ``kind=size``.
 
@@ -46,19 +68,10 @@ def parse(text: str, kinds: Sequence[str] = ("dp", "tp", "pp", "ep")) -> Paralle
         kinds: Kinds that make sense here.
 
     Raises:
-        ConfigError: If a kind is unknown or comes twice, a size is no positive integer, or expert
-            parallel ranks do not divide the ranks of a stage.
+        ConfigError: As :func:`sizes`, or if expert parallel ranks do not divide the ranks of a
+            stage.
     """
-    sizes: dict[str, int] = {}
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        kind, _, size = item.partition("=")
-        if kind not in kinds or kind in sizes or not size.isdecimal() or int(size) < 1:
-            raise ConfigError(
-                f"{item!r} in {text!r} is not understood; write each of {', '.join(kinds)} at most "
-                "once, as kind=size with size >= 1"
-            )
-        sizes[kind] = int(size)
-    out = Parallelism(**sizes)
+    out = Parallelism(**sizes(text, kinds))
     if out.ranks // out.pp % out.ep:
         raise ConfigError(
             f"{text!r}: ep={out.ep} must divide the {out.ranks // out.pp} ranks of a stage"

@@ -17,9 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.engines import start_engine
+from bench.measure import measure_engine
 from bench.models import Config, config, shapes
+from bench.options import Options
 from bench.quantized_models import FORMATS, is_quantized, quantized_config
-from bench.refit import Options, measure_engine, start_engine
 
 _PROMPTS = [[(7 * i + 13 * j) % 97 + 3 for j in range(64)] for i in range(8)]
 

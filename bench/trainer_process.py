@@ -1,4 +1,4 @@
-"""A trainer rank as a process of its own, with random weights of a named model on its device."""
+"""Trainer ranks as processes of their own, with made-up weights of a named model."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 import torch
 
-from bench.group_limit import send_flat
+from bench.gather import Gatherer
+from bench.grids import TrainerGrid
+from bench.megatron_rank import entries
 from bench.models import Config, shapes
-from weight_sync.comm.rendezvous import Rendezvous
+from bench.values import fill
+from weight_sync.identity import host_identity
 from weight_sync.messages import TrainerEndpointInfo
+from weight_sync.sources.base import WeightSource
+from weight_sync.sources.megatron import MegatronSource
+from weight_sync.sources.module import ModuleSource
 
 if TYPE_CHECKING:
     from bench.checkpoint_engine_trainer import Server
@@ -27,98 +33,89 @@ class BenchTrainer:
 
     Attributes:
         cfg: Model configuration.
-        devices: Device of each rank, e.g. ``("cuda:1",)``; more than one means FSDP2.
+        devices: Device of each rank, e.g. ``("cuda:1",)``.
         engine_device: ``"cpu"`` or ``"cuda"``.
+        grid: How ranks share the weights.
     """
 
     cfg: Config
     devices: tuple[str, ...]
     engine_device: str
-
-
-def _fill(tensors: dict[str, torch.Tensor], version: int) -> None:
-    for i, (name, tensor) in enumerate(tensors.items()):
-        generator = torch.Generator(device=tensor.device).manual_seed(1_000_003 * version + i)
-        mean = 1.0 if name.endswith("norm.weight") else 0.0
-        tensor.normal_(mean, 0.02, generator=generator)
+    grid: TrainerGrid = field(default_factory=TrainerGrid)
 
 
 class _Rank:
-    """One rank's weights and endpoint."""
+    """One rank's weights and endpoints."""
 
     def __init__(self, spec: BenchTrainer, rank: int, port: int) -> None:
-        from weight_sync.sources.module import ModuleSource
         from weight_sync.trainer.endpoint import TrainerEndpoint
 
-        device = torch.device(spec.devices[rank])
-        self.spec = spec
-        self.cuda = device.type == "cuda"
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        world = len(spec.devices)
-        module = _Holder(
-            {n: torch.empty(s, dtype=torch.bfloat16, device=device) for n, s in shapes(spec.cfg)}
-        )
-        if world > 1:
+        self.spec, self.rank = spec, rank
+        self.device = torch.device(spec.devices[rank])
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if spec.grid.ranks > 1:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
-            torch.distributed.init_process_group("gloo" if device.type == "cpu" else "nccl")
-            from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.fsdp import fully_shard
-
-            fully_shard(module, mesh=init_device_mesh(device.type, (world,)))
-        self.tensors = {
-            n: getattr(p, "_local_tensor", p.data) for n, p in module.named_parameters()
-        }
-        self.module = module
-        _fill(self.tensors, 0)
-        self.endpoint = TrainerEndpoint(
-            ModuleSource(module), rank, engine_device=spec.engine_device
-        )
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(spec.grid.ranks))
+            torch.distributed.init_process_group("gloo" if self.device.type == "cpu" else "nccl")
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.source = self._source()
+        self.endpoints = [TrainerEndpoint(self.source, rank, engine_device=spec.engine_device)]
+        self.manifest = self.source.manifest(rank, host_identity(), str(self.device))
+        self.regions = self.manifest.regions()
+        self.gatherer: Gatherer | None = None
         self.group: object = None
         self.server: Server | None = None
         self.pipe: Connection | None = None
+        self._fill(0)
 
-    def publish(self, version: int) -> None:
-        """New weights, written in place."""
-        _fill(self.tensors, version)
-        if self.cuda:
-            # Making random weights is no part of a refit.
-            torch.cuda.synchronize()
-        self.endpoint.publish(version)
-
-    def publish_late(self, version: int) -> None:
-        """Publishes while the values are still being made on a side stream (50 ms of work)."""
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(100_000_000)
-            for tensor in self.tensors.values():
-                tensor.fill_(float(version))
-            self.endpoint.publish(version)
-
-    def overwrite(self, value: float) -> None:
-        """Overwrites every weight, as a trainer may once a refit returned."""
-        for tensor in self.tensors.values():
-            tensor.fill_(value)
-        torch.cuda.synchronize()
-
-    def memory(self) -> tuple[int, int, int]:
-        """(allocated, reserved, open descriptors) of this process."""
-        return (
-            torch.cuda.memory_allocated(),
-            torch.cuda.memory_reserved(),
-            len(os.listdir("/proc/self/fd")),
+    def _source(self) -> WeightSource:
+        spec = self.spec
+        if spec.grid.megatron:
+            place = spec.grid.place(self.rank)
+            return MegatronSource(place, entries(spec.cfg, place, self.device))
+        module = _Holder(
+            {
+                n: torch.empty(s, dtype=torch.bfloat16, device=self.device)
+                for n, s in shapes(spec.cfg)
+            }
         )
+        if spec.grid.fsdp > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
 
-    def snapshot(self) -> dict[str, torch.Tensor]:
-        """Host copies of the rank's local tensors, to write a checkpoint of them."""
-        return {n: t.detach().cpu().clone() for n, t in self.tensors.items()}
+            fully_shard(module, mesh=init_device_mesh(self.device.type, (spec.grid.fsdp,)))
+        else:
+            self.tensors = {n: p.data for n, p in module.named_parameters()}
+        return ModuleSource(module)
 
-    def send_flat(self, rendezvous: Rendezvous, nbytes: int, count: int) -> None:
-        """Sends plain buffers to the benchmark, for the rate that the group allows."""
-        ranks = len(self.spec.devices)
-        device = torch.device(self.spec.devices[self.endpoint.rank])
-        send_flat(rendezvous, self.endpoint.rank, ranks, device, nbytes, count)
+    def _fill(self, values: int) -> None:
+        for number, (spec, box) in enumerate(self.regions):
+            fill(self.source.region(number), spec.name, spec.shape, box.offset, values)
+        if self.device.type == "cuda":
+            # Making weights is no part of a refit.
+            torch.cuda.synchronize()
+
+    def info(self) -> TrainerEndpointInfo:
+        """The rank as one of all ranks."""
+        return self.endpoints[0].info
+
+    def publish(self, version: int, values: int | None = None) -> None:
+        """New weights, written in place: those of ``values``, or else of the version."""
+        self._fill(version if values is None else values)
+        for endpoint in self.endpoints:
+            endpoint.publish(version)
+
+    def open_stage(self) -> TrainerEndpointInfo:
+        """One more endpoint, as a rank of this pipeline stage alone."""
+        from weight_sync.trainer.endpoint import TrainerEndpoint
+
+        (stage,) = (ranks for ranks in self.spec.grid.stages() if self.rank in ranks)
+        alone = TrainerEndpoint(
+            self.source, stage.index(self.rank), engine_device=self.spec.engine_device
+        )
+        self.endpoints.append(alone)
+        return alone.info
 
     def update_by_checkpoint_engine(self) -> None:
         """One refit by checkpoint-engine; sends its socket paths as an answer of their own."""
@@ -142,13 +139,26 @@ class _Rank:
             "ipc_handles": [{uuid: reduce_tensor(t)[1]} for t in self.tensors.values()],
         }
 
-    def join(self, address: str, port: int) -> None:
-        """Joins vLLM's own NCCL group as its trainer."""
+    def _gathered(self) -> Gatherer:
+        if self.gatherer is None:
+            self.gatherer = Gatherer(
+                self.source,
+                self.manifest,
+                self.spec.grid.ranks,
+                list(shapes(self.spec.cfg)),
+                self.device,
+            )
+        return self.gatherer
+
+    def join(self, address: str, port: int, world: int) -> None:
+        """Joins vLLM's own NCCL group as its trainer, which is rank 0."""
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-        self.group = NCCLWeightTransferEngine.trainer_init(
-            {"master_address": address, "master_port": port, "world_size": 2}
-        )
+        self._gathered()
+        if self.rank == 0:
+            self.group = NCCLWeightTransferEngine.trainer_init(
+                {"master_address": address, "master_port": port, "world_size": world}
+            )
 
     def send(self, packed: bool) -> None:
         """Sends everything through vLLM's own NCCL engine."""
@@ -157,9 +167,14 @@ class _Rank:
             NCCLWeightTransferEngine,
         )
 
-        NCCLWeightTransferEngine.trainer_send_weights(
-            iter(self.tensors.items()), NCCLTrainerSendWeightsArgs(group=self.group, packed=packed)
-        )
+        tensors = self._gathered().tensors()
+        if self.rank == 0:
+            NCCLWeightTransferEngine.trainer_send_weights(
+                tensors, NCCLTrainerSendWeightsArgs(group=self.group, packed=packed)
+            )
+        else:
+            for _ in tensors:
+                raise AssertionError("only rank 0 gets whole tensors")
         torch.cuda.synchronize()
 
 
@@ -182,11 +197,11 @@ def _serve(spec: BenchTrainer, rank: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     state = _Rank(spec, rank, port)
     state.pipe = pipe
-    pipe.send(state.endpoint.info)
+    pipe.send(state.info())
     while True:
-        command, *args = pipe.recv()
-        if command == "stop":
-            state.endpoint.close()
+        try:
+            command, *args = pipe.recv()
+        except EOFError:
             return
         try:
             pipe.send(getattr(state, command)(*args))
