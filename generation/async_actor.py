@@ -21,6 +21,7 @@ from generation.engine_facts import (
 )
 from generation.errors import EngineOutputError, InvalidRolloutError
 from generation.http_server import HttpServer
+from generation.memory import MEMORY_TAGS, asleep_by_worker, memory_tags
 from generation.metrics_sampler import MetricsSampler
 from generation.outputs import Completion, combine, combine_texts, completion_of, no_room
 from generation.pause import REFIT, SLEEP, PauseOwners
@@ -33,7 +34,6 @@ from weight_sync.messages import Status, encode
 T = TypeVar("T")
 
 _LIFE_CHECK_S = 0.2
-_MEMORY_TAGS = frozenset({"weights", "kv_cache"})
 
 
 class AsyncEngineActor(EngineActor):
@@ -264,52 +264,59 @@ class AsyncEngineActor(EngineActor):
     async def sleep(self, level: int) -> bool:
         """Frees device memory where the platform can; requests in flight are recomputed later.
 
-        vLLM drops all caches on the way. False, and awake, when a KV connector cannot do so.
+        vLLM drops all caches on the way. True when every worker says that its weights and KV cache
+        are asleep. False, and awake, when a KV connector cannot drop its cache.
         """
         async with self._control:
             if not connector_can_reset(self._engine.vllm_config):
                 return False
             await self._bounded(self._engine.sleep(level=level, mode="keep"))
             self._owners.add(SLEEP)
-            self._asleep = _MEMORY_TAGS
-            return True
+            workers = await self._look_who_sleeps()
+            return all(asleep == MEMORY_TAGS for asleep in workers)
 
     async def wake_up(self, tags: list[str] | None) -> bool:
-        """Wakes the memory behind ``tags``, all of it for None; True when that memory is back.
+        """Wakes the memory behind ``tags``, all of it for None.
 
         The engine goes on when everything is awake, unless someone else holds it.
+
+        Returns:
+            True when every worker says that this memory is back, and, when that was the last of it
+            and nobody holds the engine, the engine that it is not sleeping.
 
         Raises:
             EngineStateError: Everything would be awake while a refit has not finished.
             InvalidRolloutError: An unknown tag.
         """
-        wanted = _MEMORY_TAGS if tags is None else frozenset(tags)
-        if not wanted <= _MEMORY_TAGS:
-            raise InvalidRolloutError(
-                f"unknown tags {sorted(wanted - _MEMORY_TAGS)}; known: {sorted(_MEMORY_TAGS)}"
-            )
+        wanted = memory_tags(tags)
         async with self._control:
+            await self._look_who_sleeps()
             due = wanted & self._asleep
-            if not due:
-                return True
-            left = self._asleep - due
-            if not left:
-                self._owners.check_wake()
-            await self._bounded(self._engine.wake_up(tags=sorted(due)))
-            self._asleep = left
-            if not left and not self._owners.remove(SLEEP):
+            if due:
+                last = due == self._asleep
+                if last:
+                    self._owners.check_wake()
+                # All that is left as None, so that vLLM also wakes what it gave names of its own.
+                await self._bounded(self._engine.wake_up(tags=None if last else sorted(due)))
+                await self._look_who_sleeps()
+            awake = not self._asleep and self._owners.holds(SLEEP)
+            if awake and not self._owners.remove(SLEEP):
                 # vLLM resumed by itself; who holds the engine did not ask for that.
                 await self._bounded(self._engine.pause_generation(mode="keep", clear_cache=True))
-            return (
-                bool(left)
-                or not await self._bounded(self._engine.is_sleeping())
-                or self._owners.any
-            )
+            if self._asleep or self._owners.any:
+                return not wanted & self._asleep
+            return not await self._bounded(self._engine.is_sleeping())
+
+    async def _look_who_sleeps(self) -> list[frozenset[str]]:
+        """Asks every worker what memory of its is asleep, and notes what is of any."""
+        workers = asleep_by_worker(await self.weight_sync_call(encode(Status())))
+        self._asleep = frozenset[str]().union(*workers)
+        return workers
 
     # --- observation ----------------------------------------------------------------------------
 
     async def install_capture(self, make_sink: Callable[[int], CaptureSink]) -> bool:
-        """Records every request that finishes from now on in the sink made for this shard."""
+        """Records every request that begins from now on in the sink made for this shard."""
         self._capture.install(make_sink(self.shard))
         return True
 

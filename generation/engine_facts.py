@@ -36,6 +36,24 @@ def has_profiler(vllm_config: Any) -> bool:  # noqa: ANN401 - vLLM's class
     return getattr(profiler, "profiler", None) is not None
 
 
+def require_engine(llm: Any) -> None:  # noqa: ANN401 - vLLM's LLM
+    """Looks whether the engine behind an ``LLM`` lives; from any thread, also during a call.
+
+    Raises:
+        EngineDeadError: vLLM's own; the engine's process, or a worker process of it, is gone.
+    """
+    core = llm.llm_engine.engine_core
+    inside = getattr(core, "engine_core", None)
+    if inside is None:  # the engine has a process of its own
+        dead = core.resources.engine_dead
+    else:  # only executors whose workers are processes can lose one
+        dead = getattr(inside.model_executor, "is_failed", False)
+    if dead:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        raise EngineDeadError
+
+
 def callers_errors() -> tuple[type[Exception], ...]:
     """What vLLM raises for requests that are wrong, as opposed to engines that are."""
     try:

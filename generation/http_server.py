@@ -26,10 +26,15 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 VERSION_HEADER = b"x-weight-version"
 _START_TIMEOUT_S = 60.0
+_POLICY_VIOLATION = 1008  # the close code of RFC 6455, section 7.4.1
 
 
 class Gate:
     """Lets a request in only with the key, and to generate only with vouched-for weights.
+
+    Answers carry the weight version at the request's arrival as a header. A refit may come later:
+    event streams end with a comment that gives the version at their end. Websockets are refused:
+    nothing here could hold back or stamp what an open one generates.
 
     Args:
         app: The server behind it.
@@ -47,6 +52,10 @@ class Gate:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
+        if scope["type"] == "websocket":
+            reason = "websockets are not served; use the HTTP routes"
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": reason})
+            return
         headers = dict(scope.get("headers", ()))
         given = headers.get(b"authorization", b"").decode("latin-1")
         if self._api_key is not None and not bearer_matches(given, self._api_key):
@@ -57,10 +66,20 @@ class Gate:
             await _refuse(send, 503, "this engine waits for its first refit; send it again later")
             return
 
+        streams = False
+
         async def stamped(message: MutableMapping[str, Any]) -> None:
+            nonlocal streams
+            last = message["type"] == "http.response.body" and not message.get("more_body", False)
             if message["type"] == "http.response.start" and version is not None:
+                own = list(message.get("headers", ()))
+                kinds = [value for name, value in own if name.lower() == b"content-type"]
+                streams = any(kind.startswith(b"text/event-stream") for kind in kinds)
                 stamp = (VERSION_HEADER, str(version).encode())
-                message = {**message, "headers": [*message.get("headers", ()), stamp]}
+                message = {**message, "headers": [*own, stamp]}
+            elif last and streams:
+                end = b": %s-at-end %d\n\n" % (VERSION_HEADER, self._version() or 0)
+                message = {**message, "body": message.get("body", b"") + end}
             await send(message)
 
         await self._app(scope, receive, stamped)

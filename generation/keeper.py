@@ -1,4 +1,4 @@
-"""Keeps a fleet in service: counts failures, probes, restarts what died, tells the router.
+"""Keeps a fleet in service: counts outcomes, probes, restarts what died, tells the router.
 
 One ``tick`` after another is all a controller has to do between refits; nothing in it blocks longer
 than the probes' deadline.
@@ -7,6 +7,7 @@ than the probes' deadline.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Protocol
 
 import ray
@@ -14,6 +15,7 @@ import ray
 from generation.answers import gather
 from generation.fleet import ABSENT_STATES, GenerationFleetHealth
 from generation.router import GenerationRouter
+from generation.router_pool import Outcomes
 from generation.supervisor import EngineSupervisor
 
 logger = logging.getLogger(__name__)
@@ -28,7 +30,7 @@ class Fleet(Protocol):
 
 
 class FleetKeeper:
-    """Turns failures and probes into health, and health into restarts and routes.
+    """Turns outcomes and probes into health, and health into restarts and routes.
 
     Args:
         fleet: The fleet.
@@ -55,21 +57,13 @@ class FleetKeeper:
 
     def tick(self) -> list[int]:
         """Does one round; returns the shards whose restart started now."""
-        self._take_router_failures()
+        if self._router is not None:
+            report_outcomes(self._monitor, self._router.drain_outcomes())
         self._probe()
         started = self._supervisor.tick() if self._supervisor is not None else []
         if self._router is not None:
             self._router.set_backends(self._monitor.serving_base_urls())
         return started
-
-    def _take_router_failures(self) -> None:
-        failures = self._router.drain_failures() if self._router is not None else {}
-        for url, count in failures.items():
-            shard = self._monitor.shard_for_base_url(url)
-            # None: the address of an engine that was replaced since.
-            for _ in range(count if shard is not None else 0):
-                assert shard is not None
-                self._monitor.report_failure(shard, f"the router got no good answer from {url}")
 
     def _probe(self) -> None:
         present = [s.shard for s in self._monitor.snapshot() if s.state not in ABSENT_STATES]
@@ -80,3 +74,15 @@ class FleetKeeper:
                 self._monitor.record_actor_death(shard, str(answer.error))
             else:
                 self._monitor.record_probe(shard, ok=answer.yes, error=str(answer.error or ""))
+
+
+def report_outcomes(monitor: GenerationFleetHealth, outcomes: Mapping[str, Outcomes]) -> None:
+    """Tells a monitor how requests through a router came out, by backend address."""
+    for url, outcome in outcomes.items():
+        shard = monitor.shard_for_base_url(url)
+        if shard is None:  # the address of an engine that was replaced since
+            continue
+        if outcome.succeeded:  # before the failures: those are the ones after it
+            monitor.report_success(shard)
+        for _ in range(outcome.failures):
+            monitor.report_failure(shard, f"the router got no good answer from {url}")

@@ -28,7 +28,9 @@ class ObservabilityCalls(FleetCalls):
     # --- token capture --------------------------------------------------------------------------
 
     def setup_token_capture(self, make_sink: Callable[[int], CaptureSink]) -> None:
-        """Records every request each shard finishes from now on, over HTTP or through this facade.
+        """Records every request that begins from now on, over HTTP or through this facade.
+
+        What a sink cannot store is counted and logged by its shard, and fails no request.
 
         Args:
             make_sink: Called once in every shard's actor with the shard's number, also in

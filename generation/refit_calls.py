@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -15,6 +16,8 @@ from weight_sync.membership import Membership
 from weight_sync.messages import TrainerEndpointInfo
 from weight_sync.report import RefitReport
 
+logger = logging.getLogger("generation.vllm_generation")
+
 
 class RefitCalls(FleetBase):
     """Refits and membership of the facade.
@@ -23,20 +26,23 @@ class RefitCalls(FleetBase):
     own work. One refit is one operation over all participants, so each list holds one future.
     """
 
+    _address_warned = False
+
     def prepare_refit_info(
         self,
         state_dict_info: Sequence[TrainerEndpointInfo] | None,
         *,
         not_trained: Sequence[str] = (),
     ) -> list[str] | None:
-        """Takes the trainer ranks to refit from.
+        """Takes the trainer ranks to refit from: their endpoints, not a state dict.
 
-        Their names, shapes and dtypes are not passed here: every rank's endpoint states them, and
-        they are compared with what the engines' own loaders read before the first byte moves.
+        Names, shapes and dtypes are not passed here: every rank's endpoint states them, and they
+        are compared with what the engines' own loaders read before the first byte moves.
 
         Args:
-            state_dict_info: ``TrainerEndpoint.info`` of every rank, in rank order; None does
-                nothing.
+            state_dict_info: Where the trainer ranks answer: ``TrainerEndpoint.info`` of every rank,
+                in rank order. Only its name is the older API's, whose mapping of names to shapes is
+                not taken. None does nothing.
             not_trained: Names or ``prefix*``: trainer tensors the engine may ignore, engine
                 parameters that keep their values.
 
@@ -112,8 +118,8 @@ class RefitCalls(FleetBase):
         """Plans and connects the broadcast transport.
 
         Args:
-            ip: Kept for callers of the older API; groups meet at an address of the plan, fresh for
-                every epoch.
+            ip: Not used, and a warning says so once; kept for callers of the older API. Groups meet
+                at an address of the plan, fresh for every epoch.
             port: As ``ip``.
             world_size: Trainer ranks plus the engine workers that take part.
             train_world_size: Trainer ranks.
@@ -127,6 +133,7 @@ class RefitCalls(FleetBase):
             ConfigError: The transport cannot work here.
         """
         self._require_workers()
+        self._warn_of_address(ip, port)
         self._check_world(world_size, train_world_size)
         return [self.refits.connect("broadcast")]
 
@@ -141,7 +148,7 @@ class RefitCalls(FleetBase):
         """Plans and connects the reshard transport, one group per trainer pipeline stage.
 
         Args:
-            pp_ips: Kept for callers of the older API, as in :meth:`init_collective`.
+            pp_ips: Not used, as ``ip`` of :meth:`init_collective`.
             pp_ports: As ``pp_ips``.
             pp_size: Pipeline stages of the trainer; 1 without pipeline parallelism.
             train_ranks_per_stage: Trainer ranks of one stage.
@@ -156,6 +163,7 @@ class RefitCalls(FleetBase):
             ConfigError: The transport cannot work here.
         """
         self._require_workers()
+        self._warn_of_address(list(pp_ips), list(pp_ports))
         others = train_ranks_per_stage * (pp_size - 1)
         self._check_world(sub_world_size + others, train_ranks_per_stage * pp_size)
         return [self.refits.connect("reshard")]
@@ -168,6 +176,16 @@ class RefitCalls(FleetBase):
     ) -> None:
         """Takes the trainer ranks for the reshard transport, as :meth:`prepare_refit_info`."""
         self.prepare_refit_info(refit_info, not_trained=not_trained)
+
+    def _warn_of_address(self, ip: str | list[str], port: int | list[int]) -> None:
+        if (ip or port) and not self._address_warned:
+            self._address_warned = True
+            logger.warning(
+                "ip %s and port %s are not used: groups meet at an address that the plan gives "
+                "every epoch; leave them empty",
+                ip,
+                port,
+            )
 
     def _check_world(self, world_size: int, train_world_size: int) -> None:
         trainers = len(self.refits.trainers)
@@ -207,8 +225,12 @@ class RefitCalls(FleetBase):
     def rebuild_collective(
         self, membership: Membership, ip: str, port: int
     ) -> list[Future[Membership]]:
-        """Plans and connects the broadcast transport again, for the shards of a membership."""
+        """Plans and connects the broadcast transport again, for the shards of a membership.
+
+        ``ip`` and ``port`` are not used, as in :meth:`init_collective`.
+        """
         self._require_workers()
+        self._warn_of_address(ip, port)
         self.set_refit_membership(membership)
         self._check_world(membership.world_size, membership.trainer_world_size)
         return [self.refits.connect("broadcast")]
@@ -222,7 +244,10 @@ class RefitCalls(FleetBase):
         train_ranks_per_stage: int,
         sub_world_size: int,
     ) -> list[Future[Membership]]:
-        """Plans and connects the reshard transport again, for the shards of a membership."""
+        """Plans and connects the reshard transport again, for the shards of a membership.
+
+        ``pp_ips`` and ``pp_ports`` are not used, as in :meth:`init_collective`.
+        """
         self._require_workers()
         self.set_refit_membership(membership)
         return self.init_nccl_reshard_comm_group(

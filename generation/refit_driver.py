@@ -6,6 +6,7 @@ when that changed, and tells the roster how every single shard came out.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,11 +17,13 @@ from generation.limits import Limits
 from generation.ray_shard import RayShard
 from generation.roster import Roster
 from generation.worker_pool import WorkerPool
-from weight_sync.errors import EngineStateError
+from weight_sync.errors import DeadlineError, EngineStateError, PeerDeadError, WeightSyncError
 from weight_sync.membership import Membership
 from weight_sync.messages import TrainerEndpointInfo
 from weight_sync.report import RefitReport
 from weight_sync.synchronizer import WeightSynchronizer
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -164,8 +167,7 @@ class RefitDriver:
 
     def _build(self) -> Membership:
         synchronizer = self._current()
-        present = self._present()
-        self._take_in(synchronizer)
+        present = self._take_in(synchronizer, self._present())
         try:
             return synchronizer.init_communicator(self._absent(present))
         except BaseException:
@@ -174,8 +176,7 @@ class RefitDriver:
 
     def _run(self, version: int, timeout_s: float) -> RefitReport:
         synchronizer = self._current()
-        present = self._present()
-        self._take_in(synchronizer)
+        present = self._take_in(synchronizer, self._present())
         self._version = max(self._version, version)
         absent = self._absent(present)
         try:
@@ -192,11 +193,35 @@ class RefitDriver:
     def _absent(self, present: Sequence[int]) -> list[int]:
         return [shard for shard in self._pool.shards if shard not in present]
 
-    def _take_in(self, synchronizer: WeightSynchronizer) -> None:
-        """Makes known which engines were replaced; they hold no plan, no group and old weights."""
-        for shard in sorted(self._replaced & set(self._roster.participants())):
-            synchronizer.replace_shard(shard, self._shards[self._pool.shards.index(shard)])
-            self._replaced.discard(shard)
+    def _take_in(self, synchronizer: WeightSynchronizer, present: Sequence[int]) -> list[int]:
+        """Makes known which engines were replaced; they hold no plan, no group and old weights.
+
+        A replacement that cannot be taken in is left out, so that it holds up nobody else: for dead
+        when it does not answer, until the next refit when it refuses.
+
+        Returns:
+            Who takes part.
+
+        Raises:
+            WeightSyncError: Nobody is left; the first replacement's error.
+        """
+        left_out: dict[int, WeightSyncError] = {}
+        for shard in sorted(self._replaced & set(present)):
+            try:
+                synchronizer.replace_shard(shard, self._shards[self._pool.shards.index(shard)])
+            except (PeerDeadError, DeadlineError) as error:
+                self._roster.died(shard, error)
+                left_out[shard] = error
+            except WeightSyncError as error:
+                left_out[shard] = error
+            else:
+                self._replaced.discard(shard)
+        for shard, why in left_out.items():
+            logger.warning("the new engine of shard %d is not refitted: %s", shard, why)
+        there = [shard for shard in present if shard not in left_out]
+        if not there:
+            raise next(iter(left_out.values()))
+        return there
 
     def _bury(self, shards: Sequence[int]) -> list[int]:
         """Finds out which shards are dead, so that the next try skips them; returns the others."""

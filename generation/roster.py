@@ -37,6 +37,8 @@ class Roster:
     def attach(self, monitor: GenerationFleetHealth, selector: HealthyShardSelector) -> None:
         """Follows a monitor and a selector from now on.
 
+        The monitor is told which shards are dead or stale already.
+
         Raises:
             GenerationConfigError: The monitor watches another number of shards.
         """
@@ -45,7 +47,13 @@ class Roster:
                 "fleet health",
                 [f"the monitor has {monitor.shard_count} shards, the fleet {len(self.shards)}"],
             )
-        self.monitor, self.selector = monitor, selector
+        # Under the lock: what happens meanwhile is told after it, in its order.
+        with self._lock:
+            self.monitor, self.selector = monitor, selector
+            for shard in self._stale:
+                monitor.mark_weights_partial(shard)
+            for shard in self._dead:
+                monitor.record_actor_death(shard, "died before its health was watched")
 
     def set_membership(self, membership: Membership) -> None:
         """Limits refits to the shards of a membership."""
@@ -74,9 +82,9 @@ class Roster:
         Raises:
             NoHealthyShardsError: No shard serves.
         """
-        if self.selector is not None:
-            return self.selector.acquire()
         serving = self.serving()
+        if self.selector is not None:
+            return self.selector.acquire(serving)
         if not serving:
             raise NoHealthyShardsError(
                 f"none of the shards {list(self.shards)} serves; restart one and refit it"

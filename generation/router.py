@@ -17,15 +17,15 @@ from aiohttp import web
 from generation.auth import bearer_matches
 from generation.errors import GenerationConfigError
 from generation.prometheus import CONTENT_TYPE
-from generation.router_pool import BackendPool
-from generation.router_proxy import Proxy, ProxyLimits, error_response
+from generation.router_pool import BackendPool, Outcomes
+from generation.router_proxy import GENERATION_ROUTES, Proxy, ProxyLimits, error_response
 from weight_sync.errors import EngineStateError
 
 logger = logging.getLogger(__name__)
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_POST_ROUTES = ("/v1/chat/completions", "/v1/responses", "/tokenize")
+_POST_ROUTES = (*GENERATION_ROUTES, "/tokenize")
 _GET_ROUTES = ("/v1/models",)
 _MAX_BODY_BYTES = 256 * 1024 * 1024
 
@@ -108,9 +108,13 @@ class GenerationRouter:
         """Returns the addresses in rotation."""
         return self._pool.rotation()
 
-    def drain_failures(self) -> dict[str, int]:
-        """Returns failures per backend address since the last call, for the health monitor."""
-        return self._pool.drain_failures()
+    def drain_outcomes(self) -> dict[str, Outcomes]:
+        """Returns how requests came out since the last call, by backend address.
+
+        For the health monitor. Only whole answers to generation requests are successes: a wedged
+        engine still tells its models and tokenizes. Statuses below 500 and 501 are no failures.
+        """
+        return self._pool.drain_outcomes()
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Stops serving and frees the address; safe to call twice.

@@ -1,13 +1,27 @@
-"""The router's backends: who is in rotation, who is busy, and who failed since the last look."""
+"""The router's backends: who is in rotation, who is busy, and how their requests came out."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable
 from urllib.parse import urlsplit
 
 from generation.errors import GenerationConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcomes:
+    """How the requests of one backend came out, in the order in which they ended.
+
+    Attributes:
+        succeeded: Whether one succeeded; it ended every streak of failures before it.
+        failures: Failures in a row after the last success, or since the last look without one.
+    """
+
+    succeeded: bool = False
+    failures: int = 0
 
 
 class BackendPool:
@@ -24,7 +38,7 @@ class BackendPool:
         self._lock = threading.Lock()
         self._rotation: list[str] = []
         self._outstanding: Counter[str] = Counter()
-        self._failures: Counter[str] = Counter()
+        self._outcomes: dict[str, Outcomes] = {}
 
     def replace(self, base_urls: Iterable[str]) -> None:
         """Makes exactly these backends, known before or not, the rotation.
@@ -68,6 +82,11 @@ class BackendPool:
             if self._outstanding[base_url] <= 0:
                 del self._outstanding[base_url]
 
+    def record_success(self, base_url: str) -> None:
+        """Counts one request that the backend answered whole; the failures before it are over."""
+        with self._lock:
+            self._outcomes[base_url] = Outcomes(succeeded=True)
+
     def record_failure(self, base_url: str, *, unreachable: bool) -> None:
         """Counts one failure.
 
@@ -76,15 +95,16 @@ class BackendPool:
             unreachable: It gave no complete answer, as opposed to answering with an error status.
         """
         with self._lock:
-            self._failures[base_url] += 1
+            before = self._outcomes.get(base_url, Outcomes())
+            self._outcomes[base_url] = dataclasses.replace(before, failures=before.failures + 1)
             if unreachable and self._health_managed and base_url in self._rotation:
                 self._rotation.remove(base_url)
 
-    def drain_failures(self) -> dict[str, int]:
-        """Returns the failures per backend since the last call."""
+    def drain_outcomes(self) -> dict[str, Outcomes]:
+        """Returns how requests came out per backend since the last call."""
         with self._lock:
-            counts, self._failures = dict(self._failures), Counter()
-            return counts
+            outcomes, self._outcomes = self._outcomes, {}
+            return outcomes
 
 
 def _is_http(url: str) -> bool:

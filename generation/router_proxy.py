@@ -1,4 +1,4 @@
-"""One request through the router: choose a backend, forward, stream the answer, count failures."""
+"""One request through the router: choose a backend, forward, stream the answer, count outcomes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from generation.router_pool import BackendPool
 logger = logging.getLogger(__name__)
 
 STREAM_CHUNK_BYTES = 64 * 1024
+GENERATION_ROUTES = ("/v1/chat/completions", "/v1/responses")
+# What the request asks for, and never what the engine is in: vLLM says it for unsupported requests.
+_NOT_SUPPORTED = 501
 
 # What belongs to one connection, and the client's key, which is the router's and not the backends'.
 _NOT_FORWARDED = frozenset(
@@ -177,7 +180,7 @@ class Proxy:
                 headers=headers,
                 allow_redirects=False,
             ) as reply:
-                if reply.status >= 500:
+                if reply.status >= 500 and reply.status != _NOT_SUPPORTED:
                     self._pool.record_failure(backend, unreachable=False)
                 # Clients repeat a 504 by themselves, and a generation must not run twice.
                 answer.set_status(500 if reply.status == 504 else reply.status)
@@ -187,6 +190,9 @@ class Proxy:
                 await client.send(answer.prepare(request))
                 async for chunk in reply.content.iter_chunked(STREAM_CHUNK_BYTES):
                     await client.send(answer.write(chunk))
+                # The backend is done; a client that hangs up now takes nothing from it.
+                if reply.status < 400 and request.path in GENERATION_ROUTES:
+                    self._pool.record_success(backend)
                 await client.send(answer.write_eof())
                 return answer
         except _NOT_SENT:

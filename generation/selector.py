@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Collection
 
 from generation.errors import NoHealthyShardsError
 from generation.fleet import GenerationFleetHealth
@@ -21,14 +22,19 @@ class HealthyShardSelector:
         self._lock = threading.Lock()
         self._outstanding: Counter[int] = Counter()
 
-    def acquire(self) -> int:
+    def acquire(self, among: Collection[int] | None = None) -> int:
         """Chooses a shard (the lowest index among equals) and counts one request on it.
 
+        Args:
+            among: The shards to choose from; None for all.
+
         Raises:
-            NoHealthyShardsError: No shard serves.
+            NoHealthyShardsError: None of them serves.
         """
         with self._lock:
             serving = self._monitor.serving_shards()
+            if among is not None:
+                serving = [shard for shard in serving if shard in among]
             if not serving:
                 states = {s.shard: str(s.state) for s in self._monitor.snapshot()}
                 raise NoHealthyShardsError(

@@ -18,8 +18,10 @@ from generation.engine_facts import (
     has_profiler,
     read_counters,
     report_devices,
+    require_engine,
 )
 from generation.errors import InvalidRolloutError
+from generation.memory import MEMORY_TAGS, asleep_by_worker, memory_tags
 from generation.outputs import Completion, combine, combine_texts, completion_of, no_room
 from generation.pause import REFIT
 from generation.prompts import format_prompt_for_vllm_generation
@@ -60,7 +62,10 @@ class SyncEngineActor(EngineActor):
 
     @ray.method(concurrency_group="control")
     def is_alive(self) -> bool:
-        """True, also while a batch runs."""
+        """True, also while a batch runs; raises when the engine of this actor is dead."""
+        engine = self._engine
+        if engine is not None:
+            require_engine(engine)
         return True
 
     @ray.method(concurrency_group="control")
@@ -195,19 +200,37 @@ class SyncEngineActor(EngineActor):
     def sleep(self, level: int) -> bool:
         """Frees device memory where the platform can; vLLM drops all caches on the way.
 
-        False, and awake, when a KV connector cannot do so.
+        True when every worker says that its weights and KV cache are asleep. False, and awake, when
+        a KV connector cannot drop its cache.
         """
         if not connector_can_reset(self._engine.llm_engine.vllm_config):
             return False
         self._engine.sleep(level=level)
         gc.collect()
-        return True
+        return all(asleep == MEMORY_TAGS for asleep in self._asleep())
 
     def wake_up(self, tags: list[str] | None) -> bool:
-        """Wakes the memory behind ``tags``, all of it for None."""
-        if self._engine.llm_engine.is_sleeping():
-            self._engine.wake_up(tags=tags)
-        return True
+        """Wakes the memory behind ``tags``, all of it for None.
+
+        True when every worker says that this memory is back, and, when that was the last of it, the
+        engine that it is not sleeping.
+
+        Raises:
+            InvalidRolloutError: An unknown tag.
+        """
+        wanted = memory_tags(tags)
+        asleep = frozenset[str]().union(*self._asleep())
+        due = wanted & asleep
+        if due:
+            # All that is left as None, so that vLLM also wakes what it gave names of its own.
+            self._engine.wake_up(tags=None if due == asleep else sorted(due))
+        left = frozenset[str]().union(*self._asleep())
+        if left:
+            return not wanted & left
+        return not self._engine.llm_engine.is_sleeping()
+
+    def _asleep(self) -> list[frozenset[str]]:
+        return asleep_by_worker(self.weight_sync_call(encode(Status())))
 
     # --- observation ----------------------------------------------------------------------------
 

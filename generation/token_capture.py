@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from generation.outputs import version_spans
 from generation.version_book import VersionBook
 from weight_sync.errors import EngineStateError
 
+logger = logging.getLogger(__name__)
+
 Generate = Callable[..., AsyncIterator[Any]]
 
 
@@ -22,15 +25,19 @@ class TokenCapture:
     Args:
         version: Gives the present weight version.
         book: Knows the versions of earlier tokens, for engines that report none themselves.
+
+    Attributes:
+        lost: Records that could not be stored, all sinks together; each was logged.
     """
 
     def __init__(self, version: Callable[[], int], book: VersionBook) -> None:
         self._version = version
         self._book = book
         self.sink: CaptureSink | None = None
+        self.lost = 0
 
     def install(self, sink: CaptureSink) -> None:
-        """Records from now on; exactly one sink at a time.
+        """Records requests that begin from now on; exactly one sink at a time.
 
         Raises:
             EngineStateError: There is one already.
@@ -50,7 +57,8 @@ class TokenCapture:
     def around(self, generate: Generate) -> Generate:
         """Returns ``generate`` with log-probabilities always on and versions on every final output.
 
-        Every finish is recorded while a sink is installed.
+        A request is recorded in the sink that was there when it began and still is when it ends. A
+        record that cannot be stored is counted and logged; whoever asked gets the answer anyway.
         """
 
         async def watched(
@@ -63,12 +71,19 @@ class TokenCapture:
             if getattr(sampling_params, "logprobs", 0) is None:
                 sampling_params = sampling_params.clone()
                 sampling_params.logprobs = 0
-            parts: dict[int, _Parts] = {}
+            # Of a request that runs already, the tokens so far are gone.
+            sink = self.sink if hasattr(sampling_params, "output_kind") else None
+            parts: dict[int, _Parts | None] = {}
             async for output in generate(prompt, sampling_params, request_id, *args, **kwargs):
                 if output.finished:
                     self._stamp(output, sampling_params, request_id)
-                if self.sink is not None and hasattr(sampling_params, "output_kind"):
-                    self._watch(output, sampling_params, request_id, parts)
+                if sink is not None and sink is self.sink:
+                    for completion in output.outputs:
+                        try:
+                            self._watch(output, completion, sampling_params, request_id, parts)
+                        except Exception as error:  # a sink may raise anything
+                            parts[completion.index] = None
+                            self._lose(request_id, error)
                 yield output
 
         return watched
@@ -95,29 +110,41 @@ class TokenCapture:
     def _watch(
         self,
         output: Any,  # noqa: ANN401 - vLLM's class
+        completion: Any,  # noqa: ANN401 - vLLM's class
         sampling_params: Any,  # noqa: ANN401 - vLLM's class
         request_id: str,
-        parts: dict[int, _Parts],
+        parts: dict[int, _Parts | None],
     ) -> None:
         from vllm.sampling_params import RequestOutputKind
 
+        part = parts.setdefault(completion.index, _Parts())
+        if part is None:  # lost already
+            return
+        tokens, logprobs = _generated(completion.index, completion)
         delta = sampling_params.output_kind == RequestOutputKind.DELTA
-        for completion in output.outputs:
-            tokens, logprobs = _generated(completion.index, completion)
-            part = parts.setdefault(completion.index, _Parts())
-            part.add(tokens, logprobs, replace=not delta)
-            if completion.finish_reason is None or self.sink is None:
-                continue
-            name = request_id if sampling_params.n == 1 else f"{request_id}-{completion.index}"
-            self.sink.record(
-                CaptureRecord(
-                    request_id=name,
-                    prompt_token_ids=list(output.prompt_token_ids or []),
-                    generation_token_ids=part.tokens,
-                    generation_logprobs=part.logprobs,
-                    version_spans=version_spans(completion, len(part.tokens), self._version()),
-                )
+        part.add(tokens, logprobs, replace=not delta)
+        if completion.finish_reason is None or self.sink is None:
+            return
+        name = request_id if sampling_params.n == 1 else f"{request_id}-{completion.index}"
+        self.sink.record(
+            CaptureRecord(
+                request_id=name,
+                prompt_token_ids=list(output.prompt_token_ids or []),
+                generation_token_ids=part.tokens,
+                generation_logprobs=part.logprobs,
+                version_spans=version_spans(completion, len(part.tokens), self._version()),
             )
+        )
+
+    def _lose(self, request_id: str, error: Exception) -> None:
+        self.lost += 1
+        logger.error(
+            "request %s is not captured (%d lost so far): %s: %s",
+            request_id,
+            self.lost,
+            type(error).__name__,
+            error,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,6 +107,17 @@ def test_an_unknown_tag_is_not_success(wide: Fleet):
     assert wide.gen.prepare_for_generation(tags=["wheights"]) is False
 
 
+def test_sleep_of_an_engine_that_vllm_leaves_half_awake_is_not_success_and_wakes_whole(
+    wide: Fleet,
+):
+    gen = wide.gen
+    assert gen.finish_generation() is True
+    assert gen.prepare_for_generation(tags=["kv_cache"]) is True
+    assert gen.finish_generation() is False
+    assert gen.prepare_for_generation() is True
+    assert ask(gen, [3]).tokens
+
+
 def test_a_cache_that_running_requests_use_is_not_dropped_and_the_answer_says_so(wide: Fleet):
     running = InFlight(wide.gen, prompts(4, length=140))
     refused = []

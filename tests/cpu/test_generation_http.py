@@ -103,6 +103,27 @@ def test_a_chat_answer_carries_tokens_logprobs_and_versions(fleet: Fleet, fresh:
     assert spans == [{"start": 0, "stop": 20, "version": version}]
 
 
+def test_a_stream_over_a_refit_carries_the_versions_at_its_begin_and_end(fleet: Fleet):
+    old = fleet.refit()
+    base = fleet.gen.dp_openai_server_base_urls[0]
+    body = {**chat(fleet, prompts(1)[0], 400), "stream": True}
+
+    async def stream() -> tuple[str, bytes, int]:
+        headers = {"Authorization": f"Bearer {fleet.gen.http_api_key}"}
+        timeout = aiohttp.ClientTimeout(total=WAIT_S)
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            session.post(f"{base}/chat/completions", json=body) as reply,
+        ):
+            await reply.content.readany()
+            new = await asyncio.to_thread(fleet.refit)
+            return reply.headers["x-weight-version"], await reply.read(), new
+
+    first, text, new = asyncio.run(stream())
+    assert first == str(old)
+    assert text.endswith(f"data: [DONE]\n\n: x-weight-version-at-end {new}\n\n".encode())
+
+
 def test_tokenize_serves_at_its_bare_path(fleet: Fleet):
     base = fleet.gen.dp_openai_server_base_urls[0].removesuffix("/v1")
     body = {"model": fleet.gen.config.model_name, "prompt": "t5 t6"}

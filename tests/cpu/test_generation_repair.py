@@ -167,6 +167,17 @@ def test_a_shard_killed_in_a_refit_is_named_and_the_others_get_the_new_weights(
     assert {a.spans[0].weight_version for a in answers} == {version}
 
 
+def test_a_replacement_that_dies_before_its_first_refit_does_not_hold_up_the_others(
+    fleet: Fleet, health: GenerationFleetHealth
+):
+    gen = fleet.gen
+    gen.restart_shard(1)
+    kill_process(actor_pid(fleet, 1))
+    version = fleet.refit()
+    assert health.state_of(1) is ShardState.DEAD
+    assert {a.spans[0].weight_version for a in (ask(gen, p) for p in prompts(3))} == {version}
+
+
 def test_liveness_resolves_for_a_living_engine(fleet: Fleet):
     assert ray.get(fleet.gen.shard_liveness_ref(0), timeout=WAIT_S) is True
 

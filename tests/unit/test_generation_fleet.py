@@ -319,6 +319,11 @@ def test_selector_skips_shards_that_do_not_serve() -> None:
     assert [selector.acquire() for _ in range(3)] == [1, 1, 1]
 
 
+def test_selector_chooses_among_the_shards_it_is_given() -> None:
+    selector = HealthyShardSelector(fleet(3))
+    assert [selector.acquire([1, 2]) for _ in range(3)] == [1, 2, 1]
+
+
 def test_selector_without_serving_shards_says_why() -> None:
     health = in_state(ShardState.DEAD)
     health.mark_weights_partial(1)

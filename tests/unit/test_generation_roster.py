@@ -73,3 +73,53 @@ def test_an_attached_monitor_is_told_and_asked():
     assert selector.outstanding(0) == 1
     roster.give_back(0)
     assert selector.outstanding(0) == 0
+
+
+def attached(roster: Roster) -> GenerationFleetHealth:
+    """Attaches a new monitor and selector."""
+    monitor = GenerationFleetHealth(len(roster.shards), base_urls=["u0", "u1"])
+    roster.attach(monitor, HealthyShardSelector(monitor))
+    return monitor
+
+
+def test_a_monitor_is_told_of_a_death_before_it_was_attached():
+    roster = Roster([0, 1])
+    roster.died(0, "gone")
+    assert attached(roster).state_of(0) is ShardState.DEAD
+
+
+@pytest.mark.parametrize("event", ["torn", "restarted"])
+def test_a_monitor_is_told_of_stale_weights_before_it_was_attached(event: str):
+    roster = Roster([0, 1])
+    getattr(roster, event)(0)
+    monitor = attached(roster)
+    assert monitor.state_of(0) is ShardState.STALE
+    assert monitor.serving_base_urls() == ["u1"]
+
+
+def test_a_shard_that_was_stale_before_the_monitor_came_serves_after_a_refit():
+    roster = Roster([0, 1])
+    roster.torn(0)
+    monitor = attached(roster)
+    roster.refitted(0, 1)
+    assert monitor.state_of(0) is ShardState.HEALTHY
+    assert roster.serving() == [0, 1]
+
+
+def test_a_selector_is_not_followed_to_a_shard_that_the_roster_knows_to_be_stale():
+    roster = Roster([0, 1])
+    monitor = attached(roster)
+    roster.torn(0)
+    monitor.report_refit(0, weight_version=1)  # by somebody else, of what the roster saw torn
+    assert roster.take() == 1
+    assert roster.take() == 1
+
+
+def test_a_selector_with_no_shard_that_serves_is_an_error():
+    roster = Roster([0, 1])
+    monitor = attached(roster)
+    roster.torn(0)
+    roster.torn(1)
+    monitor.report_refit(0, weight_version=1)
+    with pytest.raises(NoHealthyShardsError, match="no shard can be handed a request"):
+        roster.take()

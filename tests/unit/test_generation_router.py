@@ -30,6 +30,7 @@ from generation_servers import (
 
 from generation.errors import GenerationConfigError
 from generation.router import GenerationRouter
+from generation.router_pool import Outcomes
 from weight_sync.errors import EngineStateError
 
 MakeBackend = Callable[[Handler], Backend]
@@ -65,6 +66,11 @@ def router() -> Iterator[MakeRouter]:
     yield make
     for each in made:
         each.close(WAIT_S)
+
+
+def failures(router: GenerationRouter) -> dict[str, int]:
+    """Returns the failures since the last look, of the backends that had some."""
+    return {url: o.failures for url, o in router.drain_outcomes().items() if o.failures}
 
 
 def unused_address() -> str:
@@ -239,7 +245,7 @@ def test_client_error_of_the_backend_passes_and_is_no_failure(
 ) -> None:
     built = router(backend(says("bad prompt", status=400)))
     assert ask(built.base_url) == (400, {"text": "bad prompt"})
-    assert built.drain_failures() == {}
+    assert failures(built) == {}
 
 
 @pytest.mark.parametrize(("given", "seen"), [(500, 500), (503, 503), (504, 500)])
@@ -249,7 +255,7 @@ def test_server_error_of_the_backend_passes_never_as_504(
     server = backend(says("broken", status=given))
     built = router(server)
     assert ask(built.base_url) == (seen, {"text": "broken"})
-    assert built.drain_failures() == {server.base_url: 1}
+    assert failures(built) == {server.base_url: 1}
     assert built.backends() == [server.base_url]
 
 
@@ -260,7 +266,7 @@ def test_backend_that_refuses_connections_gives_500(router: MakeRouter) -> None:
     status, body = ask(built.base_url)
     assert status == 500
     assert "none of 1 backends accepted" in body["error"]["message"]
-    assert built.drain_failures() == {address: 1}
+    assert failures(built) == {address: 1}
 
 
 def test_request_that_was_not_sent_goes_to_another_backend(
@@ -270,7 +276,7 @@ def test_request_that_was_not_sent_goes_to_another_backend(
     built = router()
     built.set_backends([address, server.base_url])
     assert ask(built.base_url) == (200, {"text": "hello"})
-    assert built.drain_failures() == {address: 1}
+    assert failures(built) == {address: 1}
 
 
 def test_request_that_was_sent_is_not_sent_again(backend: MakeBackend, router: MakeRouter) -> None:
@@ -306,7 +312,7 @@ def test_failing_backend_stays_in_an_unmanaged_rotation(
     built = router(server, health_managed=False)
     server.close()
     assert [ask(built.base_url)[0] for _ in range(2)] == [500, 500]
-    assert built.drain_failures() == {server.base_url: 2}
+    assert failures(built) == {server.base_url: 2}
 
 
 def test_failures_are_counted_since_the_last_drain(
@@ -316,8 +322,55 @@ def test_failures_are_counted_since_the_last_drain(
     built = router(server)
     ask(built.base_url)
     ask(built.base_url)
-    assert built.drain_failures() == {server.base_url: 2}
-    assert built.drain_failures() == {}
+    assert failures(built) == {server.base_url: 2}
+    assert failures(built) == {}
+
+
+def test_request_that_vllm_does_not_support_is_no_failure_of_the_backend(
+    backend: MakeBackend, router: MakeRouter
+) -> None:
+    built = router(backend(says("no such thing", status=501)))
+    assert ask(built.base_url)[0] == 501
+    assert failures(built) == {}
+
+
+def test_success_ends_the_failures_before_it(backend: MakeBackend, router: MakeRouter) -> None:
+    statuses = iter([500, 500, 200, 500])
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return web.json_response({}, status=next(statuses))
+
+    server = backend(handler)
+    built = router(server)
+    for _ in range(4):
+        ask(built.base_url)
+    assert built.drain_outcomes() == {server.base_url: Outcomes(succeeded=True, failures=1)}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/models", 200),
+        ("POST", "/tokenize", 200),
+        ("POST", "/v1/chat/completions", 400),
+    ],
+)
+def test_answer_for_which_nothing_was_generated_is_no_success(
+    backend: MakeBackend, router: MakeRouter, method: str, path: str, status: int
+) -> None:
+    built = router(backend(says("hello", status=status)))
+    assert ask(built.base_url, path, method=method)[0] == status
+    assert built.drain_outcomes() == {}
+
+
+def test_half_a_generation_is_no_success(backend: MakeBackend, router: MakeRouter) -> None:
+    server = backend(breaks_after(b"part"))
+    built = router(server)
+    connection, response = connect(built.base_url)
+    with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+        response.read()
+    connection.close()
+    assert built.drain_outcomes() == {server.base_url: Outcomes(succeeded=False, failures=1)}
 
 
 def test_backend_that_never_answers_ends_in_500_at_the_deadline(
@@ -330,7 +383,7 @@ def test_backend_that_never_answers_ends_in_500_at_the_deadline(
     assert status == 500
     assert "not done within 0.3 s" in body["error"]["message"]
     assert time.monotonic() - began < WAIT_S / 2
-    assert built.drain_failures() == {server.base_url: 1}
+    assert failures(built) == {server.base_url: 1}
 
 
 def test_deadline_ends_the_request_on_the_backend_too(
@@ -351,7 +404,7 @@ def test_half_an_answer_never_looks_complete(
     with pytest.raises((http.client.IncompleteRead, ConnectionError)):
         response.read()
     connection.close()
-    assert built.drain_failures() == {server.base_url: 1}
+    assert failures(built) == {server.base_url: 1}
 
 
 def test_client_that_hangs_up_ends_its_request_and_is_no_failure(
@@ -364,7 +417,7 @@ def test_client_that_hangs_up_ends_its_request_and_is_no_failure(
     assert server.entered.acquire(timeout=WAIT_S)
     connection.close()
     assert server.cut_off.wait(WAIT_S)
-    assert built.drain_failures() == {}
+    assert failures(built) == {}
     assert built.backends() == [server.base_url]
 
 
@@ -378,7 +431,7 @@ def test_client_too_slow_to_send_is_no_failure_of_a_backend(
     with socket.create_connection(("127.0.0.1", port), WAIT_S) as client:
         client.sendall(f"{head}Content-Length: 10\r\n\r\n12".encode())
         assert client.recv(4096).startswith(b"HTTP/1.1 500")
-    assert built.drain_failures() == {}
+    assert failures(built) == {}
     assert server.seen == []
 
 
@@ -395,7 +448,7 @@ def test_client_too_slow_to_read_is_no_failure_of_a_backend(
     built = router(server, request_timeout_s=0.5)
     connection, _ = connect(built.base_url)
     assert server.cut_off.wait(WAIT_S)
-    assert built.drain_failures() == {}
+    assert failures(built) == {}
     assert built.backends() == [server.base_url]
     connection.close()
 
