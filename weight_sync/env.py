@@ -6,7 +6,7 @@ import os
 
 
 def deadline_seconds() -> float:
-    """``WEIGHT_SYNC_DEADLINE_S``: default deadline of a refit, and of each wait outside one, in seconds (120)."""
+    """``WEIGHT_SYNC_DEADLINE_S``: default deadline of a refit and of other waits, in s (120)."""
     return float(os.environ.get("WEIGHT_SYNC_DEADLINE_S", "120"))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.distributed
@@ -17,6 +20,7 @@ from weight_sync.errors import QuantizationError
 from weight_sync.quantize.format import Format
 from weight_sync.sources.module import ModuleSource
 from weight_sync.synchronizer import WeightSynchronizer
+from weight_sync.trainer.endpoint import TrainerEndpoint
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -67,6 +71,8 @@ def test_workers_equal_ones_that_loaded_the_quantized_checkpoint(
         synchronizer = WeightSynchronizer(
             trainers.infos, [one], transport=transport, deadline_s=20, bucket_bytes=1 << 15
         )
+        if options and form is TENSOR:
+            synchronizer.init_communicator()  # Before publish(): ranks make these scales in there.
         for version, weights in ((1, 1), (2, 0), (3, 0)):
             trainers.publish(version, weights)
             assert synchronizer.sync_weights(version).verified
@@ -237,3 +243,68 @@ def test_sharded_matrices_with_one_scale_need_reduce_max() -> None:
         synchronizer = WeightSynchronizer(trainers.infos, [one], deadline_s=20)
         with pytest.raises(QuantizationError, match="reduce_max"):
             synchronizer.init_communicator()
+
+
+# --- scales that ranks make together ------------------------------------------------------------
+
+
+class Together:
+    """One rank with a ``reduce_max`` that notes which thread calls it."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+        weights = random_weights(config("tiny-fp8"), 1)
+        module = Holder({n: t.to(torch.bfloat16) for n, t in weights.items()})
+        self.endpoint = TrainerEndpoint(ModuleSource(module), 0, reduce_max=self._reduce)
+        self.synchronizer = WeightSynchronizer(
+            [self.endpoint.info], [engine(Format.FP8_TENSOR)], deadline_s=20
+        )
+
+    def _reduce(self, vector: torch.Tensor) -> None:
+        self.threads.append(threading.get_ident())
+
+
+@pytest.fixture
+def together() -> Iterator[Together]:
+    one = Together()
+    yield one
+    one.synchronizer.shutdown()
+    one.endpoint.close()
+
+
+def test_reduce_max_is_called_once_per_publish_by_the_thread_that_publishes(
+    together: Together,
+) -> None:
+    together.synchronizer.init_communicator()
+    for version in (1, 2):
+        together.endpoint.publish(version)
+        assert together.synchronizer.sync_weights(version).verified
+    assert together.threads == [threading.get_ident()] * 2
+
+
+def test_a_version_published_before_engines_want_shared_scales_is_refused_without_reduce_max(
+    together: Together,
+) -> None:
+    together.endpoint.publish(1)
+    with pytest.raises(QuantizationError, match=r"version 1 .* publish\(\) it again"):
+        together.synchronizer.sync_weights(1)
+    assert together.threads == []
+
+
+def test_after_that_refusal_the_same_version_can_be_published_again(together: Together) -> None:
+    together.endpoint.publish(1)
+    with pytest.raises(QuantizationError):
+        together.synchronizer.sync_weights(1)
+    together.endpoint.publish(1)
+    assert together.synchronizer.sync_weights(1).verified
+
+
+def test_a_version_whose_quantized_memory_was_given_back_is_refused_without_reduce_max(
+    together: Together,
+) -> None:
+    together.synchronizer.init_communicator()
+    together.endpoint.publish(1)
+    together.endpoint.forget()
+    with pytest.raises(QuantizationError, match=r"publish\(\) it again"):
+        together.synchronizer.sync_weights(1)
+    assert len(together.threads) == 1

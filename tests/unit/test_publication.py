@@ -79,3 +79,11 @@ def test_a_wait_for_a_version_that_was_overtaken_says_so(publication: Publicatio
 def test_who_waits_for_a_version_goes_on_when_it_comes(publication: Publication) -> None:
     threading.Timer(0.05, publication.publish, [6]).start()
     publication.wait_for(6, 1, Deadline(5))
+
+
+def test_closing_ends_every_wait(publication: Publication) -> None:
+    threading.Timer(0.05, publication.close).start()
+    with pytest.raises(EngineStateError, match="closed"):
+        publication.wait_for(6, 1, Deadline(20))
+    with pytest.raises(EngineStateError, match="closed"):
+        publication.wait_end(5, 1, Deadline(20))

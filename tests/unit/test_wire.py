@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -150,3 +151,38 @@ def test_a_client_that_is_dropped_without_closing_does_not_hang_the_collector() 
 
         threading.Thread(target=drop, daemon=True).start()
         assert ended.wait(10)
+
+
+def test_requests_whose_callers_gave_up_waiting_do_not_hold_up_one_that_needs_no_wait() -> None:
+    release = threading.Event()
+
+    def handler(request: bytes) -> bytes:
+        if request == b"wait":
+            release.wait(10)
+        return request
+
+    server = Server(handler, waits=lambda request: request == b"wait")
+    client = Client(server.address, "trainer 0")
+    for _ in range(8):
+        with pytest.raises(DeadlineError):
+            call(client, b"wait", 0.05)
+    assert call(client, b"quick", 2) == b"quick"
+    release.set()
+    client.close()
+    server.close()
+
+
+def test_requests_that_wait_run_side_by_side() -> None:
+    everyone = threading.Barrier(16, timeout=10)
+
+    def meet(request: bytes) -> bytes:
+        everyone.wait()
+        return request
+
+    server = Server(meet, waits=lambda request: True)
+    clients = [Client(server.address, "trainer 0") for _ in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(lambda c: call(c, b"x"), clients)) == [b"x"] * 16
+    for client in clients:
+        client.close()
+    server.close()

@@ -80,7 +80,8 @@ class QuantizedSource:
             to others.
         reduce_max: Takes a float32 vector on the shards' device and replaces it by the maximum over
             all trainer ranks, e.g. an ``all_reduce``. Needed where FP8-per-tensor matrices are
-            sharded; every rank calls it once per refit, after the weights were published.
+            sharded; every rank calls it once per version, in :meth:`ready` and on its thread, and
+            nobody bounds how long it takes.
         fault: For fault injection in tests.
     """
 
@@ -111,6 +112,12 @@ class QuantizedSource:
     def nbytes(self) -> int:
         """Memory that values and scales of this rank take."""
         return self._nbytes
+
+    @property
+    def together(self) -> bool:
+        """Whether :meth:`ready` calls ``reduce_max``, so that all ranks have to call it."""
+        formats = {spec.format for spec in self._wanted.values()}
+        return self._reduce is not None and Format.FP8_TENSOR in formats
 
     def manifest(self, rank: int, host: str, device: str) -> Manifest:
         """Names, dtypes, global shapes and owned regions, with wanted tensors as pairs.

@@ -58,6 +58,7 @@ from weight_sync.trainer.publication import Publication
 from weight_sync.trainer.ring import Ring
 from weight_sync.trainer.sender import GroupSender
 from weight_sync.trainer.served import Served
+from weight_sync.trainer.waiting import waits
 from weight_sync.wire.server import Server
 
 # What errors call the work for a request.
@@ -89,7 +90,8 @@ class TrainerEndpoint:
         host: Address to listen on for engines of other machines; None stays on this one.
         reduce_max: Replaces a vector by its maximum over all trainer ranks. Only for engines that
             want FP8 with one scale per matrix of matrices that ranks share; see
-            :class:`~weight_sync.sources.quantized.QuantizedSource`.
+            :class:`~weight_sync.sources.quantized.QuantizedSource`. Called in :meth:`publish`, so
+            ``init_communicator()`` comes before the first one.
         fault: For fault injection in tests.
     """
 
@@ -131,7 +133,7 @@ class TrainerEndpoint:
         self._hashing = threading.RLock()
         self._work = threading.RLock()
         self._closed = False
-        self._server = Server(self._serve, host=host)
+        self._server = Server(self._serve, host=host, waits=waits)
         self.info = TrainerEndpointInfo(rank, self._server.address, self._manifest.host, device)
 
     # --- the trainer's own thread ---------------------------------------------------------------
@@ -190,6 +192,7 @@ class TrainerEndpoint:
         """Stops serving; safe twice."""
         if not self._closed:
             self._closed = True
+            self._publication.close()
             self._leave_groups("the endpoint was closed")
             self._server.close()
             self.forget()

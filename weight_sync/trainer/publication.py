@@ -23,6 +23,7 @@ class Publication:
         self._rank = rank
         # An error, or nothing if it ended well.
         self._ended: dict[int, str] = {}
+        self._closed = False
         self._changed = threading.Condition()
 
     def check(self, version: int) -> None:
@@ -52,16 +53,27 @@ class Publication:
                 self._ended = dict(sorted(self._ended.items())[-_KEPT:])
                 self._changed.notify_all()
 
+    def close(self) -> None:
+        """Ends every wait: nothing is published any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineStateError(f"trainer {self._rank}: the endpoint was closed")
+
     def wait_end(self, version: int, epoch: int, deadline: Deadline) -> None:
         """Waits until a refit of ``version`` ended.
 
         Raises:
             RefitError: If it failed.
-            EngineStateError: If a newer version was published meanwhile.
+            EngineStateError: If a newer version was published meanwhile, or the endpoint closed.
             DeadlineError: If nobody ended it in time.
         """
         with self._changed:
             while version not in self._ended:
+                self._require_open()
                 if version < self.version:
                     raise EngineStateError(
                         f"trainer {self._rank} published version {self.version} before a refit of "
@@ -84,10 +96,12 @@ class Publication:
 
         Raises:
             RefitError: If it was superseded, or a refit of it ended.
+            EngineStateError: If the endpoint was closed.
             DeadlineError: If it did not come in time.
         """
         with self._changed:
             while self.version < version:
+                self._require_open()
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     raise DeadlineError(
                         f"trainer {self._rank} is at version {self.version} and did not publish "

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weight_sync.env import deadline_seconds
+from weight_sync.errors import QuantizationError
 from weight_sync.faults import FaultHook
 from weight_sync.manifest import Manifest
 from weight_sync.quantize.wanted import QuantSpec
@@ -103,9 +104,21 @@ class Served:
         self._checked = False
 
     def start(self, version: int) -> None:
-        """Begins to quantize a version that was published before engines said what they want."""
+        """Begins to quantize a version that was published before engines said what they want.
+
+        Raises:
+            QuantizationError: If ranks quantize it together: each does so on the thread that
+                publishes, where its collectives have their order, and none waits in here.
+        """
         self._retired = None
         if self.quantized is not None and self._version != version:
+            if self.quantized.together:
+                raise QuantizationError(
+                    f"version {version} was published before engines said that they want FP8 with "
+                    "one scale per matrix, or its quantized memory was given back; ranks find such "
+                    "scales together while they publish. publish() it again on every rank, then "
+                    "refit; call init_communicator() before the first publish() to avoid this"
+                )
             self.quantized.ready()
             self.quantized.synchronize()
             self.begin(version)

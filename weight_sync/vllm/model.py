@@ -9,6 +9,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from weight_sync.vllm.addresses import HeldTensors
 from weight_sync.vllm.kv_scales import KvScaleInstall
 from weight_sync.vllm.loading import (
     VllmLoadingView,
@@ -123,7 +124,9 @@ class VllmModel:
                 if name not in self._modes:
                     self.probe([name])
                 if self._modes[name].name != "direct":
+                    held = HeldTensors(self._modules[name])
                     run_post_load(self._modules[name], self._config)
+                    held.keep()
         for name in self._absorbing:
             if any(u.startswith(f"{name}.") for u in installed):
                 with set_current_vllm_config(self._config):

@@ -11,6 +11,7 @@ from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from weight_sync.errors import EngineStateError
+from weight_sync.vllm.addresses import HeldTensors
 from weight_sync.vllm.loading import (
     LiveTensors,
     live_tensors,
@@ -56,36 +57,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def plain_tensors(module: torch.nn.Module) -> dict[tuple[str, str], torch.Tensor]:
-    """Tensors kept as plain attributes of the module or its quant method, by (owner, name)."""
-    owners: dict[str, object] = {"module": module, "method": quant_method(module)}
-    return {
-        (owner, name): value
-        for owner, holder in owners.items()
-        for name, value in getattr(holder, "__dict__", {}).items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def keep_addresses(module: torch.nn.Module, before: Mapping[tuple[str, str], torch.Tensor]) -> None:
-    """Copies re-created plain tensors into their old storage and puts the old ones back.
-
-    Kernels and CUDA graphs hold addresses, so derived tensors must not move.
-    """
-    owners: dict[str, object] = {"module": module, "method": quant_method(module)}
-    for (owner, name), old in before.items():
-        new = getattr(owners[owner], name, None)
-        if not isinstance(new, torch.Tensor) or new.data_ptr() == old.data_ptr():
-            continue
-        if new.shape != old.shape or new.dtype != old.dtype:
-            raise EngineStateError(
-                f"{type(module).__name__}.{name} changed from {old.dtype} {list(old.shape)} to "
-                f"{new.dtype} {list(new.shape)} while it was processed; reload from disk"
-            )
-        old.data.copy_(new.data)
-        setattr(owners[owner], name, old)
-
-
 class VllmUnitInstall:
     """One module between its first byte and its commit."""
 
@@ -94,7 +65,7 @@ class VllmUnitInstall:
         self._model = model
         self._config = config
         self._live: LiveTensors | None = live_tensors(module)
-        self._plain = plain_tensors(module)
+        self._held = HeldTensors(module)
         try:
             to_loading_layout(module)
             materialize(module, self._live)
@@ -121,8 +92,16 @@ class VllmUnitInstall:
         results = live_tensors(module).all()
         for name, old in live.all().items():
             new = results.get(name)
-            if new is None or name in live.non_persistent or new is old:
+            if name in live.non_persistent or new is old:
                 continue
+            if new is None:
+                if name in live.buffers:
+                    continue
+                raise EngineStateError(
+                    f"{type(module).__name__}.{name}: processing made no such parameter, but the "
+                    "engine computes with one; this layer cannot be refitted in place, reload the "
+                    "engine from disk"
+                )
             if new.shape != old.shape or new.dtype != old.dtype:
                 raise EngineStateError(
                     f"{type(module).__name__}.{name}: processing gave {new.dtype} "
@@ -131,7 +110,7 @@ class VllmUnitInstall:
                 )
             old.data.copy_(new.data)
         place(module, live)
-        keep_addresses(module, self._plain)
+        self._held.keep()
         get_layerwise_info(module).reset()
         self._live = None
 
@@ -139,13 +118,14 @@ class VllmUnitInstall:
         """Puts the live tensors back."""
         if self._live is not None:
             place(self._module, self._live)
+            self._held.restore()
             get_layerwise_info(self._module).reset()
             self._live = None
 
 
 def refresh_attention(module: torch.nn.Module, config: ModelConfig) -> None:
     """Recomputes what an attention layer derived from its projections (MLA), in place."""
-    before = plain_tensors(module)
+    held = HeldTensors(module)
     with torch.no_grad():
         cast("Any", module).process_weights_after_loading(config.dtype)
-    keep_addresses(module, before)
+    held.keep()

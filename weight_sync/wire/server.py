@@ -14,21 +14,33 @@ from weight_sync.wire.address import Address, PrivateDirectory
 
 # How long handing a reply to the serving thread may take.
 _NOTIFY_MILLISECONDS = 5000
+# Requests that may wait for something else at once; threads exist only once they are needed.
+_WAITING = 64
 
 Handler = Callable[[bytes], bytes]
 
 
 class Server:
-    """A ROUTER socket whose requests run on a few threads.
+    """A ROUTER socket whose requests run on a few threads, and those that wait on more.
 
     Args:
         handler: Turns a request into a reply; it must not raise, an exception closes nothing but
             leaves that client waiting until its deadline.
         host: Address to listen on over TCP with CURVE; None listens on a private Unix socket.
         threads: Requests that may run at once.
+        waits: Whether a request waits for others, e.g. for a version to be published, for a lock
+            or for a transfer. Such requests run on threads of their own, so that however many
+            callers gave up on theirs, what can be answered at once is. It must not raise.
     """
 
-    def __init__(self, handler: Handler, *, host: str | None = None, threads: int = 4) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        *,
+        host: str | None = None,
+        threads: int = 4,
+        waits: Callable[[bytes], bool] = lambda request: False,
+    ) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -54,7 +66,9 @@ class Server:
         self._local = threading.local()
         self._handler = handler
         self._closed = threading.Event()
+        self._waits = waits
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-sync-serve")
+        self._waiting = ThreadPoolExecutor(_WAITING, thread_name_prefix="weight-sync-wait")
         self._thread = threading.Thread(target=self._serve, name="weight-sync-server", daemon=True)
         self._thread.start()
 
@@ -74,7 +88,8 @@ class Server:
                     # Asks whether this process runs at all; busy workers must not delay that.
                     self._socket.send_multipart(parts)
                 elif len(parts) == 3:
-                    self._pool.submit(self._run, *parts)
+                    pool = self._waiting if self._waits(parts[2]) else self._pool
+                    pool.submit(self._run, *parts)
         self._socket.close(0)
         self._wake.close(0)
 
@@ -102,7 +117,8 @@ class Server:
             return
         self._closed.set()
         self._notify([b""], zmq.NOBLOCK)  # Wakes the serving thread.
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._waiting):
+            pool.shutdown(wait=False, cancel_futures=True)
         self._thread.join(timeout=5)
         self._context.destroy(linger=0)
         if self._directory is not None:

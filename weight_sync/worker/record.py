@@ -62,6 +62,7 @@ class RawRecording:
         slices: In the order loaders wrote them.
         fills: Constants.
         unreadable: Unit index -> why it cannot be expressed as slices.
+        computed: Their parameters that are not; which elements loaders write there is unknown.
         touched: Unit index -> sources that any of its loader calls used.
         read: Sources of which at least one element was used.
     """
@@ -69,6 +70,7 @@ class RawRecording:
     slices: list[RecordedSlice] = field(default_factory=list)
     fills: list[RecordedFill] = field(default_factory=list)
     unreadable: dict[int, str] = field(default_factory=dict)
+    computed: set[ParameterKey] = field(default_factory=set)
     touched: dict[int, set[int]] = field(default_factory=dict)
     read: set[int] = field(default_factory=set)
 
@@ -254,6 +256,7 @@ class _Recorder(TorchDispatchMode):
 
     def _spoil(self, key: ParameterKey, reason: str, origins: Sequence[_Origin]) -> None:
         self.raw.unreadable.setdefault(key.unit, f"{key.attribute}: {reason}")
+        self.raw.computed.add(key)
         for origin in origins:
             self.raw.read |= origin.sources
             self.raw.touched.setdefault(key.unit, set()).update(origin.sources)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 import torch
@@ -15,7 +14,8 @@ from weight_sync.layout import contiguous_strides, full_box
 from weight_sync.manifest import TensorSpec, pad_boxes
 from weight_sync.plan import matches
 from weight_sync.recording import ParameterSpec, Recording, SourceSpec, UnitSpec
-from weight_sync.strided import MappedBox
+from weight_sync.strided import MappedBox, StridedView
+from weight_sync.worker.coverage import covered
 from weight_sync.worker.model import EngineModel, LoadingView, Mode, UnitView
 from weight_sync.worker.record import (
     ParameterKey,
@@ -167,42 +167,33 @@ def _unwritten(
     not_trained: Sequence[str],
 ) -> list[str]:
     """Parameters of which at least one element is written by nobody, with how many."""
-    views: dict[ParameterKey, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
+    views: dict[ParameterKey, list[StridedView]] = {}
     for s in raw.slices:
         m = s.mapped
-        views.setdefault(s.parameter, []).append((m.dst_offset, m.box.size, m.dst_stride))
+        views.setdefault(s.parameter, []).append(
+            StridedView(m.dst_offset, m.box.size, m.dst_stride)
+        )
     for f in raw.fills:
-        views.setdefault(f.parameter, []).append((f.view.offset, f.view.size, f.view.stride))
+        views.setdefault(f.parameter, []).append(f.view)
     # An owner is written through any of the parameters that are tied to it.
     reached = {tied.get((units[key.unit].name, key.attribute)) for key in views}
     missing = []
     for number, unit in enumerate(units):
-        if number in raw.unreadable:
-            continue
         for attribute, tensor in unit.tensors.items():
+            key = ParameterKey(number, attribute)
+            if key in raw.computed:
+                continue
             name = f"{unit.name}.{attribute}" if unit.name else attribute
-            writes = views.get(ParameterKey(number, attribute), [])
-            total = sum(prod(size) for _, size, _ in writes)
+            writes = views.get(key, [])
             if attribute in unit.optional and not writes:
                 continue
             me = (unit.name, attribute)
             if not writes and (me in tied or me in reached):
                 continue
-            if total > tensor.numel():
-                total = _exact(tensor, writes)
+            total = covered(writes)
             if total < tensor.numel() and not matches(name, not_trained):
                 missing.append(f"{name} ({total} of {tensor.numel()} elements written)")
     return missing
-
-
-def _exact(
-    tensor: torch.Tensor, writes: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]
-) -> int:
-    """Distinct elements written, where writes overlap (a tensor loaded twice)."""
-    flat = torch.zeros(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=torch.bool)
-    for offset, size, stride in writes:
-        flat.as_strided(size, stride, offset).fill_(True)
-    return int(flat.sum())
 
 
 def _assemble(

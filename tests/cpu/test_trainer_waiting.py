@@ -1,0 +1,69 @@
+"""However many callers wait for a trainer rank, what it can answer at once it answers."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tests.harness.local import LocalTrainers
+from tests.harness.sources import BoxSource, whole
+from weight_sync.comm.deadline import Deadline
+from weight_sync.errors import DeadlineError, PlanMismatchError
+from weight_sync.messages import AwaitVersion, Digests, GetDigests, GetExports, GetManifest, encode
+from weight_sync.trainer.peer import TrainerPeer
+from weight_sync.trainer.waiting import waits
+
+pytestmark = pytest.mark.timeout(60)
+
+CALLERS = 6
+
+
+def one_trainer() -> LocalTrainers:
+    return LocalTrainers([BoxSource({"a.weight": whole(torch.zeros(8))})])
+
+
+def peers(trainers: LocalTrainers) -> list[TrainerPeer]:
+    return [TrainerPeer(0, trainers.infos[0].address) for _ in range(CALLERS)]
+
+
+def test_controllers_that_died_waiting_for_publish_do_not_keep_the_next_one_out() -> None:
+    with one_trainer() as trainers:
+        for peer in peers(trainers):
+            with pytest.raises(DeadlineError):
+                peer._client.call(encode(AwaitVersion(1, 1, 20.0, True)), Deadline(0.1), "publish")
+            peer.close()
+        new = TrainerPeer(0, trainers.infos[0].address)
+        assert [t.name for t in new.manifest(Deadline(2)).tensors] == ["a.weight"]
+        new.close()
+        trainers.publish(1)  # Lets those that wait go.
+
+
+def test_workers_that_wait_for_digests_do_not_hold_up_bytes() -> None:
+    with one_trainer() as trainers, ThreadPoolExecutor(CALLERS) as pool:
+        callers = peers(trainers)
+        # The answer to either is that this trainer has no plan; what matters is when it comes.
+        with trainers.endpoints[0]._hashing:
+            asked = [
+                pool.submit(p.call, GetDigests(1, "", 1, 0), Digests, Deadline(20), "verify")
+                for p in callers
+            ]
+            new = TrainerPeer(0, trainers.infos[0].address)
+            with pytest.raises(PlanMismatchError):
+                new.call(GetExports(1, ""), Digests, Deadline(2), "connect")
+            assert not any(future.done() for future in asked)
+        for future in asked:
+            with pytest.raises(PlanMismatchError):
+                future.result(20)
+        for peer in [*callers, new]:
+            peer.close()
+
+
+@pytest.mark.parametrize("request_bytes", [b"", b"\xc1", b"\x80", encode(GetManifest())])
+def test_what_is_no_known_waiting_request_is_not_taken_for_one(request_bytes: bytes) -> None:
+    assert not waits(request_bytes)
+
+
+def test_a_request_that_waits_is_known_by_its_name() -> None:
+    assert waits(encode(AwaitVersion(1, 1, 1.0, False)))
