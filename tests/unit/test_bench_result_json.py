@@ -90,6 +90,15 @@ def test_others_are_compared_with_every_transport_without_their_first_refit() ->
     }
 
 
+def test_who_compares_nothing_is_also_held_against_refits_that_do_not() -> None:
+    natives = {"vllm-native nccl packed": [9.0, 0.1, 0.1]}
+    result = described(measured("ipc", 0.0125), natives=natives)
+    plain = next(r for r in result["runs"] if r["system"] == "weight_sync unverified")
+    assert result["ratios_unverified"] == {
+        "vllm-native nccl packed": pytest.approx(100 / plain["median_ms"])
+    }
+
+
 def test_the_summary_of_all_grids_shows_how_rates_grow(tmp_path: Path) -> None:
     for case, wire in zip((c for c in grid_cases.CASES if c.scaling), (0.04, 0.02), strict=False):
         result = described(measured("ipc", wire))
