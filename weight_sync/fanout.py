@@ -128,6 +128,8 @@ def located(
         remedy=filled[3],
     )
     full.__cause__ = error.__cause__ or error
+    for note in getattr(error, "__notes__", ()):
+        full.add_note(note)
     return full
 
 

@@ -16,7 +16,7 @@ from weight_sync.errors import (
     VerifyError,
     WeightSyncError,
 )
-from weight_sync.fanout import raise_first, run_all
+from weight_sync.fanout import located, raise_first, run_all
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -95,3 +95,9 @@ def test_the_error_that_says_why_comes_before_those_that_only_waited() -> None:
 
 def test_no_errors_raise_nothing() -> None:
     raise_first({})
+
+
+def test_what_others_saw_stays_with_an_error_that_is_completed() -> None:
+    error = RefitError("no", stage="transfer")
+    error.add_note("trainer 1 did not arrive")
+    assert located(error, 7, 3, ()).__notes__ == ["trainer 1 did not arrive"]
