@@ -7,11 +7,21 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.harness.local import LocalTrainers
+from tests.harness.local import LocalShard, LocalTrainers
 from tests.harness.sources import BoxSource, whole
+from tests.harness.standin import StandinModel, Unit, copies
 from weight_sync.comm.deadline import Deadline
 from weight_sync.errors import DeadlineError, PlanMismatchError
-from weight_sync.messages import AwaitVersion, Digests, GetDigests, GetExports, GetManifest, encode
+from weight_sync.messages import (
+    AwaitVersion,
+    Digests,
+    Exports,
+    GetDigests,
+    GetExports,
+    GetManifest,
+    encode,
+)
+from weight_sync.synchronizer import WeightSynchronizer
 from weight_sync.trainer.peer import TrainerPeer
 from weight_sync.trainer.waiting import waits
 
@@ -67,3 +77,24 @@ def test_what_is_no_known_waiting_request_is_not_taken_for_one(request_bytes: by
 
 def test_a_request_that_waits_is_known_by_its_name() -> None:
     assert waits(encode(AwaitVersion(1, 1, 1.0, False)))
+
+
+def test_host_memory_is_not_moved_to_be_shared_while_it_is_hashed() -> None:
+    unit = Unit("a", {"weight": ((8,), torch.float32)})
+    model = StandinModel([unit], {"a.weight": [("a", copies("weight"))]})
+    model.load({"a.weight": torch.ones(8)})
+    with (
+        one_trainer() as trainers,
+        WeightSynchronizer(trainers.infos, [LocalShard([model])]) as synchronizer,
+    ):
+        trainers.publish(1)
+        synchronizer.sync_weights(1)
+        plan = synchronizer.plan
+        assert plan is not None
+        request = GetExports(plan.membership.epoch, plan.digest)
+        late, new = (TrainerPeer(0, trainers.infos[0].address) for _ in range(2))
+        with trainers.endpoints[0]._hashing, pytest.raises(DeadlineError):
+            late.call(request, Exports, Deadline(0.3), "connect")
+        assert len(new.call(request, Exports, Deadline(20), "connect").storages) == 1
+        late.close()
+        new.close()
