@@ -109,13 +109,24 @@ class Stopwatch:
             self.seconds[name] += self._clock() - start
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Part:
-    """What one delivery brings one unit, compiled for where the unit's copy lay."""
+    """What one delivery brings, compiled for where it is written.
 
-    buffers: tuple[RawBuffer, ...]
+    Buffers of units that are processed hold none of their memory: it is new in every refit, though
+    mostly where it was.
+    """
+
+    buffers: Sequence[torch.Tensor | RawBuffer]
     copy: CompiledCopy
-    tables: tuple[PieceTable, ...]
+    tables: Sequence[PieceTable]
+    _digest: CompiledDigest | None = None
+
+    def digest(self, slots: int) -> U64:
+        """Digests of what was written, per slot."""
+        if self._digest is None:
+            self._digest = compile_digest(self.tables, self.buffers, "dst", slots)
+        return self._digest.run()
 
 
 @dataclass
@@ -143,11 +154,9 @@ class Installer:
         self._fills = recorded.fills
         self._pieces = resolve(recorded.recording, program)
         self._direct = np.array([u.mode == "direct" for u in self._recording.units], bool)
-        self._cache: dict[object, tuple[CompiledCopy, list[PieceTable], list[torch.Tensor]]] = {}
-        self._digests: dict[object, CompiledDigest] = {}
-        # Copies of units mostly lie where they lay in the refit before. These hold none of them.
+        # Kept from refit to refit, and the digests of what is only staged.
         self._parts: dict[object, _Part] = {}
-        self._unit_digests: dict[int, tuple[tuple[_Part, ...], CompiledDigest]] = {}
+        self._digests: dict[object, CompiledDigest] = {}
         self._used: set[object] = set()
         self._addresses = self._live_addresses()
         self._open: dict[int, _OpenUnit] = {}
@@ -164,10 +173,8 @@ class Installer:
 
     def forget(self) -> None:
         """Drops everything that refers to the memory of deliveries."""
-        self._cache.clear()
-        self._digests.clear()
         self._parts.clear()
-        self._unit_digests.clear()
+        self._digests.clear()
 
     def moved(self) -> list[str]:
         """Live tensors whose address is not the one they had when the program came."""
@@ -210,7 +217,7 @@ class Installer:
         """
         seen = 0
         self._used = set()
-        direct: list[tuple[object, list[PieceTable], list[torch.Tensor]]] = []
+        direct: list[_Part] = []
         finished: list[str] = []
         slots = len(self._recording.slot_source.unpack())
         try:
@@ -239,8 +246,8 @@ class Installer:
                     f"the transport delivered {seen} of {len(self._pieces.unit)} pieces"
                 )
             with watch.stage("verify"):
-                self._verify_direct(direct, expected(), slots, version, epoch)
-            self._keep_only({key for key, _, _ in direct})
+                self._verify(direct, expected(), slots, version, epoch)
+            self._forget_unused()
             with watch.stage("process"):
                 self._model.refresh_derived(
                     [*finished, *(u.name for u in self._recording.units if u.mode == "direct")]
@@ -255,22 +262,18 @@ class Installer:
         Raises:
             VerifyError: Naming the tensors that differ.
         """
-        key = ("delivery", delivery.key)
-        if key not in self._digests:
+        if delivery.key not in self._digests:
             # Only the source side of these tables is looked at.
             nowhere: dict[int, int] = defaultdict(int)
             tables = self._table(delivery, np.arange(len(delivery.rows)), nowhere, nowhere)
             buffers = [b for b in delivery.buffers if isinstance(b, torch.Tensor)]
-            self._digests[key] = compile_digest(tables, buffers, "src", len(want))
-        have = self._digests[key].run()
+            self._digests[delivery.key] = compile_digest(tables, buffers, "src", len(want))
+        have = self._digests[delivery.key].run()
         mine = np.unique(self._pieces.slot[delivery.rows])
         self._compare(have[mine], want[mine], mine, version, epoch)
 
-    def _keep_only(self, used: set[object]) -> None:
+    def _forget_unused(self) -> None:
         """Forgets copies from places that weights have left."""
-        for key in set(self._cache) - used:
-            del self._cache[key]
-            self._digests.pop(key, None)
         for key in set(self._parts) - self._used:
             del self._parts[key]
 
@@ -312,50 +315,54 @@ class Installer:
             )
         return tables
 
-    def _copy_direct(
-        self, delivery: Delivery, rows: I64
-    ) -> tuple[object, list[PieceTable], list[torch.Tensor]]:
+    def _copy_direct(self, delivery: Delivery, rows: I64) -> _Part:
         key = (delivery.key, len(rows))
-        if key not in self._cache:
-            buffers: list[torch.Tensor] = []
-            buffer_of: dict[int, int] = {}
-            shift: dict[int, int] = {}
+        if key not in self._parts:
+            live: dict[int, torch.Tensor] = {}
             for parameter in np.unique(self._pieces.parameter[delivery.rows[rows]]).tolist():
                 spec = self._recording.parameters[parameter]
                 unit = self._recording.units[spec.unit].name
                 attribute = spec.name[len(unit) + 1 :] if unit else spec.name
-                live = self._model.live(unit)[attribute]
-                buffer_of[parameter] = len(buffers)
-                shift[parameter] = int(live.storage_offset())
-                buffers.append(storage_bytes(live.detach()))
-            tables = self._table(delivery, rows, buffer_of, shift)
-            self._cache[key] = (compile_copy(tables, delivery.buffers, buffers), tables, buffers)
-        copy, tables, buffers = self._cache[key]
-        copy.run()
-        return key, tables, buffers
+                live[parameter] = self._model.live(unit)[attribute].detach()
+            buffers = [storage_bytes(tensor) for tensor in live.values()]
+            self._parts[key] = self._compile(delivery, rows, live, buffers)
+        return self._run(key)
 
     def _copy_unit(self, unit: int, delivery: Delivery, rows: I64) -> None:
         if unit not in self._open:
             self._open[unit] = self._begin(unit)
         work = self._open[unit]
         mine = np.unique(self._pieces.parameter[delivery.rows[rows]]).tolist()
-        storages = [storage_bytes(work.destinations[p]) for p in mine]
-        buffers = tuple(RawBuffer(s.data_ptr(), s.numel(), _ordinal(s)) for s in storages)
-        first = sum(len(part.buffers) for part in work.parts)
-        key = (unit, delivery.key, len(rows), first)
-        part = self._parts.get(key)
-        if part is None or part.buffers != buffers:
-            buffer_of = {p: first + i for i, p in enumerate(mine)}
-            shift = {p: int(work.destinations[p].storage_offset()) for p in mine}
+        written = {parameter: work.destinations[parameter] for parameter in mine}
+        storages = [storage_bytes(tensor) for tensor in written.values()]
+        buffers = [RawBuffer(s.data_ptr(), s.numel(), _ordinal(s)) for s in storages]
+        key = (unit, delivery.key, len(rows))
+        known = self._parts.get(key)
+        if known is None or known.buffers != buffers:
+            # Of all memory that was delivered, units need little.
             chosen = delivery.take(rows)
-            tables = tuple(self._table(chosen, np.arange(len(rows)), buffer_of, shift))
-            earlier = [b for p in work.parts for b in p.buffers]
-            copy = compile_copy(tables, chosen.buffers, [*earlier, *buffers])
-            part = self._parts[key] = _Part(buffers, copy, tables)
+            self._parts[key] = self._compile(chosen, np.arange(len(rows)), written, buffers)
+        work.parts.append(self._run(key))
+        work.left -= len(rows)
+
+    def _compile(
+        self,
+        delivery: Delivery,
+        rows: I64,
+        written: Mapping[int, torch.Tensor],
+        buffers: Sequence[torch.Tensor | RawBuffer],
+    ) -> _Part:
+        """A copy of some rows of a delivery into tensors, by parameter, and their storages."""
+        buffer_of = {parameter: i for i, parameter in enumerate(written)}
+        shift = {parameter: int(t.storage_offset()) for parameter, t in written.items()}
+        tables = self._table(delivery, rows, buffer_of, shift)
+        return _Part(buffers, compile_copy(tables, delivery.buffers, buffers), tables)
+
+    def _run(self, key: object) -> _Part:
+        part = self._parts[key]
         part.copy.run()
         self._used.add(key)
-        work.parts.append(part)
-        work.left -= len(rows)
+        return part
 
     def _begin(self, unit: int) -> _OpenUnit:
         spec = self._recording.units[unit]
@@ -391,11 +398,7 @@ class Installer:
         work = self._open[unit]
         spec = self._recording.units[unit]
         with watch.stage("verify"):
-            want = expected()
-            if want is not None:
-                have = self._unit_digest(unit, tuple(work.parts), slots).run()
-                mine = np.unique(np.concatenate([t.slot for p in work.parts for t in p.tables]))
-                self._compare(have[mine], want[mine], mine, version, epoch)
+            self._verify(work.parts, expected(), slots, version, epoch)
         with watch.stage("process"):
             if spec.mode == "loader":
                 names = {
@@ -410,33 +413,14 @@ class Installer:
             work.install.finish()
         del self._open[unit]
 
-    def _unit_digest(self, unit: int, parts: tuple[_Part, ...], slots: int) -> CompiledDigest:
-        known = self._unit_digests.get(unit)
-        if known is None or [id(p) for p in known[0]] != [id(p) for p in parts]:
-            tables = [t for part in parts for t in part.tables]
-            buffers = [b for part in parts for b in part.buffers]
-            known = (parts, compile_digest(tables, buffers, "dst", slots))
-            self._unit_digests[unit] = known
-        return known[1]
-
-    def _verify_direct(
-        self,
-        direct: Sequence[tuple[object, list[PieceTable], list[torch.Tensor]]],
-        want: U64 | None,
-        slots: int,
-        version: int,
-        epoch: int,
+    def _verify(
+        self, parts: Sequence[_Part], want: U64 | None, slots: int, version: int, epoch: int
     ) -> None:
-        if want is None or not direct:
+        """Compares what parts wrote together with the trainer's digests; None skips that."""
+        if want is None or not parts:
             return
-        have = np.zeros(slots, np.uint64)
-        touched: list[NDArray[np.int32]] = []
-        for key, tables, buffers in direct:
-            if key not in self._digests:
-                self._digests[key] = compile_digest(tables, buffers, "dst", slots)
-            have += self._digests[key].run()
-            touched.extend(t.slot for t in tables)
-        mine = np.unique(np.concatenate(touched))
+        have = sum((part.digest(slots) for part in parts), np.zeros(slots, np.uint64))
+        mine = np.unique(np.concatenate([t.slot for part in parts for t in part.tables]))
         self._compare(have[mine], want[mine], mine, version, epoch)
 
     def _compare(
