@@ -81,12 +81,13 @@ def commit_version(
 
     stage("pause")
     begin = time.perf_counter()
-    pause = _Pause({id(shards.all[shard]) for shard in stale})
+    pause = _Pause()
     _, failed = shards.apply(present, pause, deadline, "pause", version=version, epoch=epoch)
     if failed:
         # A partial pause is undone: no byte moved, so everybody may go on as before.
         late = Deadline(max(deadline.remaining(), _RESUME_SECONDS))
-        shards.apply(present, pause.undo, late, "resume", version=version, epoch=epoch)
+        whole = [shard for shard in present if shard not in stale]
+        shards.apply(whole, pause.undo, late, "resume", version=version, epoch=epoch)
         raise_shards(failed)
     spent["pause"] = time.perf_counter() - begin
 
@@ -193,14 +194,9 @@ def _explain(
 
 
 class _Pause:
-    """Pauses shards, and can take that back from those that pause too late as well.
+    """Pauses shards, and can take that back from those that pause too late as well."""
 
-    Args:
-        stale: ``id()`` of shards that must not go on.
-    """
-
-    def __init__(self, stale: Collection[int]) -> None:
-        self._stale = stale
+    def __init__(self) -> None:
         self._paused: set[int] = set()
         self._undone: set[int] = set()
         self._lock = threading.Lock()
@@ -216,8 +212,6 @@ class _Pause:
 
     def undo(self, shard: EngineShard) -> None:
         """Resumes a shard that is paused; one that is not yet goes on as soon as it is."""
-        if id(shard) in self._stale:
-            return
         with self._lock:
             self._undone.add(id(shard))
             paused = id(shard) in self._paused

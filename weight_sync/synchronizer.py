@@ -386,8 +386,7 @@ class WeightSynchronizer:
             # Without anybody left there is nothing to retry; the next call asks everybody again.
             self._presence.find_lost()
             again = False
-        torn = self._torn - self._presence.absent
-        return explain(error, stock.missing, self._stage_name, version, epoch, torn), again
+        return explain(error, stock.missing, self._stage_name, version, epoch, self._torn), again
 
     def _attempt(
         self, version: int, verify: bool, deadline: Deadline, progress: Progress, first: bool
