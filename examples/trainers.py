@@ -11,7 +11,6 @@ from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 
 from commands import (
     ENCODER,
@@ -127,12 +126,7 @@ class Trainers:
     def __enter__(self) -> Trainers:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _part(self, samples: list[Sample], rank: int) -> list[Sample]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from generation.errors import InvalidRolloutError
-from weight_sync.failures import to_error
-from weight_sync.messages import Failure, WorkerState, decode_worker_reply
+from weight_sync.engine import read_states
 
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
 
@@ -35,11 +34,4 @@ def asleep_by_worker(replies: Sequence[bytes]) -> list[frozenset[str]]:
     Raises:
         WeightSyncError: A worker failed.
     """
-    found = []
-    for worker, raw in enumerate(replies):
-        reply = decode_worker_reply(raw)
-        if isinstance(reply, Failure):
-            raise to_error(reply, f"worker {worker}")
-        assert isinstance(reply, WorkerState)
-        found.append(MEMORY_TAGS & frozenset(reply.asleep))
-    return found
+    return [MEMORY_TAGS & frozenset(state.asleep) for state in read_states(replies)]

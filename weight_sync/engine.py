@@ -50,6 +50,22 @@ class EngineShard(Protocol):
         ...
 
 
+def read_states(replies: Sequence[bytes]) -> list[WorkerState]:
+    """What the workers of a shard say of themselves, from their replies to ``Status``.
+
+    Raises:
+        WeightSyncError: If a worker failed.
+    """
+    states = []
+    for worker, raw in enumerate(replies):
+        reply = decode_worker_reply(raw)
+        if isinstance(reply, Failure):
+            raise to_error(reply, f"worker {worker}")
+        assert isinstance(reply, WorkerState)
+        states.append(reply)
+    return states
+
+
 class LocalLLM:
     """vLLM's synchronous ``LLM`` in this process.
 
@@ -90,14 +106,7 @@ class LocalLLM:
                 "this engine knows no refits; start it with worker_extension_cls="
                 "weight_sync.vllm.worker_extension.EXTENSION"
             ) from error
-        states = []
-        for worker, raw in enumerate(replies):
-            reply = decode_worker_reply(raw)
-            if isinstance(reply, Failure):
-                raise to_error(reply, f"worker {worker}")
-            assert isinstance(reply, WorkerState)
-            states.append(reply)
-        return states
+        return read_states(replies)
 
     def generate(self, *args: Any, **options: Any) -> Sequence[RequestOutput]:  # noqa: ANN401
         """``LLM.generate``, refused while it could not answer with whole weights.

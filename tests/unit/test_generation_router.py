@@ -25,22 +25,11 @@ from generation_servers import (
     hangs_after,
     says,
 )
-from router_makers import MakeBackend, MakeRouter
+from router_makers import MakeBackend, MakeRouter, failures
 
 from generation.errors import GenerationConfigError
 from generation.router import GenerationRouter
 from weight_sync.errors import EngineStateError
-
-
-def failures(router: GenerationRouter) -> dict[str, int]:
-    """Returns the failures since the last look, of the backends that had some."""
-    return {url: o.failures for url, o in router.drain_outcomes().items() if o.failures}
-
-
-def unused_address() -> str:
-    """Returns an address that refuses connections."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"http://127.0.0.1:{server.getsockname()[1]}/v1"
 
 
 @pytest.mark.parametrize(

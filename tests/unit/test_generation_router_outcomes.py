@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import socket
 
 import pytest
 from aiohttp import web
@@ -13,21 +12,9 @@ from generation_servers import (
     connect,
     says,
 )
-from router_makers import MakeBackend, MakeRouter
+from router_makers import MakeBackend, MakeRouter, failures, unused_address
 
-from generation.router import GenerationRouter
 from generation.router_pool import Outcomes
-
-
-def failures(router: GenerationRouter) -> dict[str, int]:
-    """Returns the failures since the last look, of the backends that had some."""
-    return {url: o.failures for url, o in router.drain_outcomes().items() if o.failures}
-
-
-def unused_address() -> str:
-    """Returns an address that refuses connections."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"http://127.0.0.1:{server.getsockname()[1]}/v1"
 
 
 def test_client_error_of_the_backend_passes_and_is_no_failure(
