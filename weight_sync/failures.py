@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 from weight_sync.errors import (
     AbortedError,
     ConfigError,
@@ -43,7 +45,26 @@ _PLAIN_KINDS: dict[str, type[WeightSyncError]] = {
 
 
 def to_failure(error: BaseException, stage: str) -> Failure:
-    """Describes an exception for the wire."""
+    """Describes an exception for the wire, and lets go of what the failed call held.
+
+    An exception and a frame that refers to it keep each other, and with them all local variables
+    of the call, until Python looks for such cycles: groups, their connections, and memory.
+    """
+    try:
+        return _describe(error, stage)
+    finally:
+        _clear_frames(error, set())
+
+
+def _clear_frames(error: BaseException | None, seen: set[int]) -> None:
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        _clear_frames(error.__cause__, seen)
+        error = error.__context__
+
+
+def _describe(error: BaseException, stage: str) -> Failure:
     if isinstance(error, CoverageError):
         return Failure(
             "CoverageError",
