@@ -115,7 +115,7 @@ class AsyncEngineActor(EngineActor):
         if "multi_modal_data" not in prompt:
             validate_rollout_prompt(prompt["prompt_token_ids"], done.prompt_token_ids)
         width = int(data["input_ids"].shape[1])
-        return 0, combine([done], width, self.config.pad_token_id)
+        return 0, combine([done], width, self.config.pad_token_id, routed=self.config.routed)
 
     async def generate_text_async(self, data: Mapping[str, Any], greedy: bool) -> tuple[int, Batch]:
         """Answers one text prompt; returns its index in ``data`` and its result batch."""
@@ -154,7 +154,7 @@ class AsyncEngineActor(EngineActor):
             raise EngineOutputError(
                 f"shard {self.shard} ended a request without output; send it again"
             )
-        return completion_of(final, self._label)
+        return completion_of(final, self._label, routed=self.config.routed)
 
     async def _bounded(self, call: Awaitable[T]) -> T:
         """Awaits a call of the engine, but not longer than the engine lives.

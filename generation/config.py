@@ -157,6 +157,11 @@ class VllmConfig:
         return self.vllm_cfg.tensor_parallel_size * self.vllm_cfg.pipeline_parallel_size
 
     @property
+    def routed(self) -> bool:
+        """Whether outputs carry the expert routes of their tokens."""
+        return self.vllm_cfg.enable_return_routed_experts
+
+    @property
     def transport(self) -> str:
         """The refit transport with the default resolved."""
         return self.refit_transport or ("ipc" if self.colocated else "broadcast")
@@ -231,6 +236,11 @@ class VllmConfig:
             problems.append(
                 f"vllm_cfg.pipeline_parallel_size={engine.pipeline_parallel_size} needs "
                 "vllm_cfg.async_engine=True"
+            )
+        if engine.pipeline_parallel_size > 1 and self.routed:
+            problems.append(
+                "vllm_cfg.enable_return_routed_experts needs vllm_cfg.pipeline_parallel_size=1: "
+                "vLLM records none over pipeline stages"
             )
         if ep > 1 and ep % tp:
             problems.append(

@@ -45,7 +45,9 @@ class GenerationCalls(FleetBase):
         Returns:
             ``output_ids``, ``logprobs`` (float32, 0 over prompt and padding),
             ``generation_lengths``, ``unpadded_sequence_lengths``, ``truncated`` and
-            ``weight_version_spans``, in sample order.
+            ``weight_version_spans``, in sample order. With ``enable_return_routed_experts`` also
+            ``routed_experts``, for each sample int16 ``[prompt + generated tokens, layers, topk]``,
+            or None for one that was given no room.
 
         Raises:
             FleetStateError: The engines are async.
@@ -56,7 +58,8 @@ class GenerationCalls(FleetBase):
         batch = Batch(data)
         batch.require("input_ids", "input_lengths")
         pad = self.config.pad_token_id
-        empty = combine([], int(batch["input_ids"].shape[1]), pad)
+        width = int(batch["input_ids"].shape[1])
+        empty = combine([], width, pad, routed=self.config.routed)
         begin = time.perf_counter()
         result = self._split(batch, "generate", greedy, empty, {"output_ids": pad})
         check_result(result)

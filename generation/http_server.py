@@ -192,7 +192,7 @@ def attach_to_chat(
         if not hasattr(response, "choices"):
             return response
         attach_token_information_to_chat_response_choices(response, final[0])
-        if config.vllm_cfg.enable_return_routed_experts:
+        if config.routed:
             attach_routed_experts_to_chat_response_choices(response, final[0], device="cpu")
         by_index = {output.index: output for output in final[0].outputs}
         for choice in response.choices:

@@ -12,6 +12,7 @@ from generation.batch import Batch
 from generation.capture import VersionSpan
 from generation.chat import _generated
 from generation.errors import EngineOutputError
+from generation.routed_experts import routes_of_completion
 
 TENSOR_COLUMNS = ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")
 
@@ -27,6 +28,8 @@ class Completion:
         text: Detokenized response, empty without a tokenizer.
         finish_reason: vLLM's reason; None for a response that was given no room.
         spans: Weight version of the tokens.
+        routes: Expert routes, int16 ``[prompt + generated tokens, layers, topk]`` with a dummy for
+            the last token; None when they were not asked for, or nothing was generated.
     """
 
     prompt_token_ids: list[int]
@@ -35,17 +38,25 @@ class Completion:
     text: str
     finish_reason: str | None
     spans: list[VersionSpan]
+    routes: torch.Tensor | None = None
 
 
-def completion_of(request_output: Any, version: int) -> Completion:  # noqa: ANN401 - vLLM's class
+def completion_of(
+    request_output: Any,  # noqa: ANN401 - vLLM's class
+    version: int,
+    *,
+    routed: bool = False,
+) -> Completion:
     """Reads the only output of a finished vLLM request.
 
     Args:
         request_output: vLLM's final ``RequestOutput``.
         version: Weight version of an engine that does not report spans itself.
+        routed: Whether the engine was asked for expert routes.
 
     Raises:
         EngineOutputError: Anything missing, or numbers that do not fit each other.
+        InvalidRolloutError: Routes that cannot be those of the sequence.
     """
     output = request_output.outputs[0]
     token_ids, logprobs = _generated(output.index, output)
@@ -61,6 +72,11 @@ def completion_of(request_output: Any, version: int) -> Completion:  # noqa: ANN
         text=output.text,
         finish_reason=output.finish_reason,
         spans=version_spans(output, len(token_ids), version),
+        routes=routes_of_completion(
+            request_output, output, f"request {request_output.request_id}", device="cpu"
+        )
+        if routed
+        else None,
     )
 
 
@@ -91,7 +107,13 @@ def no_room(prompt_token_ids: Sequence[int]) -> Completion:
     return Completion(list(prompt_token_ids), [], [], "", None, [])
 
 
-def combine(completions: Sequence[Completion], padded_width: int, pad_token_id: int) -> Batch:
+def combine(
+    completions: Sequence[Completion],
+    padded_width: int,
+    pad_token_id: int,
+    *,
+    routed: bool = False,
+) -> Batch:
     """Builds the result batch of one shard.
 
     Generated tokens follow the unpadded prompt directly.
@@ -100,12 +122,14 @@ def combine(completions: Sequence[Completion], padded_width: int, pad_token_id: 
         completions: One per sample.
         padded_width: Width of the request's ``input_ids``.
         pad_token_id: Fills the rest of each row.
+        routed: Whether the engine was asked for expert routes.
 
     Returns:
         ``output_ids`` int64 and ``logprobs`` float32 ``[samples, padded_width + longest response]``
         (log-probabilities are 0 over prompt and padding), ``generation_lengths`` and
         ``unpadded_sequence_lengths`` int64 ``[samples]``, ``truncated`` bool ``[samples]`` and the
-        list ``weight_version_spans``.
+        list ``weight_version_spans``; with ``routed`` also the list ``routed_experts`` of
+        :attr:`Completion.routes`.
     """
     count = len(completions)
     width = padded_width + max((len(c.token_ids) for c in completions), default=0)
@@ -117,6 +141,7 @@ def combine(completions: Sequence[Completion], padded_width: int, pad_token_id: 
         logprobs[row, prompt:end] = torch.tensor(done.logprobs)
     generated = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64)
     prompts = torch.tensor([len(c.prompt_token_ids) for c in completions], dtype=torch.int64)
+    columns = {"routed_experts": [c.routes for c in completions]} if routed else {}
     return Batch(
         {
             "output_ids": output_ids,
@@ -127,6 +152,7 @@ def combine(completions: Sequence[Completion], padded_width: int, pad_token_id: 
                 [c.finish_reason in ("length", None) for c in completions], dtype=torch.bool
             ),
             "weight_version_spans": [c.spans for c in completions],
+            **columns,
         }
     )
 

@@ -182,6 +182,58 @@ def _refuse(stats: RouteStats, request_output: object, *, allow_missing: bool) -
         )
 
 
+def routes_of_completion(
+    request_output: Any,  # noqa: ANN401 - vLLM's request output
+    completion_output: Any,  # noqa: ANN401 - vLLM's completion output
+    what: str,
+    *,
+    device: torch.device | str,
+    logger: logging.Logger = logger,
+    routed_experts_dtype: torch.dtype = DEFAULT_ROUTES_DTYPE,
+) -> torch.Tensor:
+    """Routes of one completion that must have some; missing ones are filled and warned of.
+
+    Args:
+        request_output: As for :func:`pad_and_align_routed_expert_indices`.
+        completion_output: The same.
+        what: Names the completion in errors and warnings.
+        device: Where the result lives.
+        logger: Takes the warning.
+        routed_experts_dtype: Signed integer dtype of the result.
+
+    Returns:
+        ``[prompt + generated tokens, layers, topk]``; the last token's row is a dummy.
+
+    Raises:
+        EngineOutputError: The engine returned no routes.
+        InvalidRolloutError: More routes than the sequence can have.
+    """
+    length = len(getattr(request_output, "prompt_token_ids", None) or [])
+    length += len(getattr(completion_output, "token_ids", None) or [])
+    routes, stats = pad_and_align_routed_expert_indices(
+        request_output,
+        completion_output,
+        valid_length=length,
+        padded_length=length,
+        device=device,
+        require_complete_routed_experts=True,
+        return_stats=True,
+        routed_experts_dtype=routed_experts_dtype,
+    )
+    if routes is None:
+        raise EngineOutputError(
+            f"{what} has no expert routes; start the engine with enable_return_routed_experts=True"
+        )
+    if stats["missing"]:
+        logger.warning(
+            "%s lacks %d of %d expert routes; the trainer's own router decides for those tokens",
+            what,
+            stats["missing"],
+            stats["expected"],
+        )
+    return routes
+
+
 def attach_routed_experts_to_chat_response_choices(
     response: Any,  # noqa: ANN401 - vLLM's chat response
     final_request_output: Any,  # noqa: ANN401 - vLLM's request output
@@ -206,35 +258,19 @@ def attach_routed_experts_to_chat_response_choices(
             f"chat choices {unmatched} have no generation output (outputs: {sorted(outputs)}), so "
             "their expert routes are unknown; the engine answered another request"
         )
-    prompt_tokens = len(getattr(final_request_output, "prompt_token_ids", None) or [])
-    encoded: list[str] = []
-    for choice in choices:
-        output = outputs[choice.index]
-        length = prompt_tokens + len(getattr(output, "token_ids", None) or [])
-        routes, stats = pad_and_align_routed_expert_indices(
-            final_request_output,
-            output,
-            valid_length=length,
-            padded_length=length,
-            device=device,
-            require_complete_routed_experts=True,
-            return_stats=True,
-            routed_experts_dtype=routed_experts_dtype,
+    encoded = [
+        encode_routed_experts(
+            routes_of_completion(
+                final_request_output,
+                outputs[choice.index],
+                f"chat choice {choice.index}",
+                device=device,
+                logger=logger,
+                routed_experts_dtype=routed_experts_dtype,
+            )
         )
-        if routes is None:
-            raise EngineOutputError(
-                f"chat choice {choice.index} has no expert routes; start the engine with "
-                "enable_return_routed_experts=True"
-            )
-        if stats["missing"]:
-            logger.warning(
-                "chat choice %d lacks %d of %d expert routes; the trainer's own router decides "
-                "for those tokens",
-                choice.index,
-                stats["missing"],
-                stats["expected"],
-            )
-        encoded.append(encode_routed_experts(routes))
+        for choice in choices
+    ]
     for choice, text in zip(choices, encoded, strict=True):
         choice.message.routed_experts = text
     return response

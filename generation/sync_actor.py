@@ -95,7 +95,8 @@ class SyncEngineActor(EngineActor):
         prompts = format_prompt_for_vllm_generation(data)
         assert isinstance(prompts, list)
         done = self._complete(prompts, data, data["input_lengths"].tolist(), greedy)
-        return combine(done, int(data["input_ids"].shape[1]), self.config.pad_token_id)
+        width = int(data["input_ids"].shape[1])
+        return combine(done, width, self.config.pad_token_id, routed=self.config.routed)
 
     def generate_text(self, data: Mapping[str, Any], greedy: bool) -> Batch:
         """Answers text prompts."""
@@ -144,7 +145,7 @@ class SyncEngineActor(EngineActor):
             raise InvalidRolloutError(f"vLLM refuses the batch: {error}") from error
         by_index = dict(zip(asked, outputs, strict=True))
         return [
-            completion_of(by_index[i], self._label)
+            completion_of(by_index[i], self._label, routed=self.config.routed)
             if i in by_index
             else no_room(prompts[i]["prompt_token_ids"])
             for i in range(len(prompts))

@@ -34,17 +34,18 @@ def model() -> Config:
     return {**config("tiny"), "eos_token_id": None}
 
 
-def checkpoint(folder: Path, weights: int | None = None) -> Path:
+def checkpoint(folder: Path, weights: int | None = None, cfg: Config | None = None) -> Path:
     """A checkpoint with a tokenizer whose token ``i`` is the word ``t<i>``.
 
     Args:
         folder: Where to write it.
         weights: The weights trainers call by this number; None for those no trainer has.
+        cfg: Model configuration; None for ``model()``.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    cfg = model()
+    cfg = cfg or model()
     seed = 0 if weights is None else 1000 + weights
     write_checkpoint(cfg, random_weights(cfg, seed), folder)
     vocabulary = {f"t{i}": i for i in range(int(cfg["vocab_size"]))}  # type: ignore[call-overload]

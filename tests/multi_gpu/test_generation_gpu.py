@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,14 +18,11 @@ if torch.cuda.device_count() < 2:
 from generation.cluster import RayCluster
 from generation.limits import Limits
 from generation.vllm_generation import VllmGeneration
-from tests.harness.engines import EngineRank
 from tests.harness.fleets import (
-    KV_CACHE_BYTES,
     NEW,
     WAIT_S,
     Fleet,
     FreshEngine,
-    InFlight,
     Said,
     ask,
     checkpoint,
@@ -36,9 +31,8 @@ from tests.harness.fleets import (
     prompts,
     settings,
 )
+from tests.harness.gpu_fleets import START_S, FreshGpuEngine, ray_with_gpus, under_way
 from tests.harness.gpu_trainers import GpuTrainers
-from tests.harness.processes import Child
-from tests.harness.trainers import free_port
 from weight_sync.errors import GenerationUnavailableError
 from weight_sync.identity import visible_devices
 from weight_sync.membership import Membership
@@ -46,28 +40,12 @@ from weight_sync.report import RefitReport
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(300)]
 
-START_S = 200.0
 STREAMS = 16
-# Of every stream before a refit: enough that all are under way, few enough that none is done.
-EARLY_TOKENS = 10
 # What fleets that do not share their GPUs with a trainer are started with; both sides must agree.
 NCCL = {"NCCL_CUMEM_ENABLE": "1"}
 
 two_shards = pytest.mark.parametrize("fleet", [1], indirect=True, ids=["two-shards"])
 every_fleet = pytest.mark.parametrize("fleet", [1, 2], indirect=True, ids=["two-shards", "tp2"])
-
-
-class FreshGpuEngine(FreshEngine):
-    """A fresh engine on a small part of one GPU, beside the shards."""
-
-    # Other kernels for a whole sequence than for its last token, each rounding to bf16.
-    NEAR = 0.05
-
-    def __init__(self, folder: Path) -> None:
-        make = partial(EngineRank, kv_cache_memory_bytes=KV_CACHE_BYTES, gpu_memory_utilization=0.2)
-        env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        port = free_port()
-        self._child = Child(make, str(folder), 0, 1, port, env=env, start_seconds=START_S)
 
 
 @pytest.fixture(scope="module")
@@ -80,22 +58,8 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FreshEngine]:
 
 @pytest.fixture(scope="module")
 def two_gpus(fresh: FreshEngine) -> Iterator[None]:
-    """Ray on this machine only."""
-    import ray
-
-    # Ray kills actors when the machine is short of memory, whoever uses it.
-    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-    ray.init(
-        address="local",
-        num_cpus=4,
-        num_gpus=2,
-        include_dashboard=False,
-        log_to_driver=True,  # vLLM says why an engine does not start in its own output only
-        logging_level="ERROR",
-        object_store_memory=128 * 1024 * 1024,
-    )
-    yield
-    ray.shutdown()
+    with ray_with_gpus(2):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -129,29 +93,12 @@ def fleet(request: pytest.FixtureRequest, two_gpus: None, folder: Path) -> Itera
     cluster.shutdown()
 
 
-def generated(gen: VllmGeneration) -> list[float]:
-    """Tokens that each shard has generated so far."""
-    answers = gen.pool.ask(gen.pool.shards, "counters", timeout_s=WAIT_S)
-    return [answers[s].value.get("vllm:generation_tokens", 0.0) for s in gen.pool.shards]
-
-
-def under_way(gen: VllmGeneration) -> InFlight:
-    """Starts streams on all shards and waits until each of them generates."""
-    before = generated(gen)
-    running = InFlight(gen, prompts(STREAMS))
-    wanted = EARLY_TOKENS * STREAMS / gen.dp_size
-    deadline = time.monotonic() + WAIT_S
-    while min(n - b for n, b in zip(generated(gen), before, strict=True)) < wanted:
-        assert time.monotonic() < deadline, "the shards do not generate"
-    return running
-
-
 def crossing(
     fleet: Fleet, refit: Callable[..., list[Future[RefitReport]]], before: int
 ) -> list[Said]:
     """Refits to ``NEW`` under load; the answers with tokens of both versions."""
     version = fleet.publish()
-    running = under_way(fleet.gen)
+    running = under_way(fleet.gen, STREAMS)
     (future,) = refit(version=version)
     assert future.result(WAIT_S).verified
     answers = running.answers()
@@ -222,7 +169,7 @@ def test_a_shard_killed_while_it_generates_comes_back_with_the_current_weights_b
 
     gen = fleet.gen
     fleet.refit()
-    running = under_way(gen)
+    running = under_way(gen, STREAMS)
     kill_process(ray.get(gen.pool.leader(0).pid.remote(), timeout=WAIT_S))
     outcomes = running.wait()
     lost = [o for o in outcomes if isinstance(o, BaseException)]
