@@ -42,16 +42,16 @@ def run_quantized(options: Options) -> dict[str, object]:
     for kind in ("bf16", "checkpoint", "online"):
         print(f"--- {kind}", file=sys.stderr, flush=True)
         engines[kind], scores[kind] = _one(options, cfg, kind)
-    first = {kind: engine["runs"][0] for kind, engine in engines.items()}
-    ours = first["checkpoint"]["median_ms"]
-    ratios = {
-        "bf16 over checkpoint": first["bf16"]["median_ms"] / ours,
-        "online over checkpoint": first["online"]["median_ms"] / ours,
-    }
-    ratios |= {
-        f"{name}, online, over checkpoint": ratio * first["online"]["median_ms"] / ours
-        for name, ratio in engines["online"]["ratios"].items()
-    }
+    ratios: dict[str, float] = {}
+    for transport in options.transports:
+        took = {kind: _verified_ms(engine, transport) for kind, engine in engines.items()}
+        for kind in ("bf16", "online"):
+            ratios[f"{transport}: {kind} over checkpoint"] = took[kind] / took["checkpoint"]
+    ours = _verified_ms(engines["checkpoint"], options.transports[0])
+    for run in engines["online"]["runs"]:
+        if not run["system"].startswith("weight_sync"):
+            # What vLLM itself offers for such an engine.
+            ratios[f"{run['system']}, online, over checkpoint"] = run["median_ms"] / ours
     return {
         "model": options.model,
         "quantize": options.quantize,
@@ -79,6 +79,12 @@ def _one(options: Options, cfg: Config, kind: str) -> tuple[dict[str, Any], list
     gc.collect()
     torch.cuda.empty_cache()
     return result, scores
+
+
+def _verified_ms(engine: dict[str, Any], transport: str) -> float:
+    """Median of the verified refits over a transport."""
+    found = (r for r in engine["runs"] if r["transport"] == transport)
+    return float(next(r["median_ms"] for r in found if r["system"] == "weight_sync"))
 
 
 def _online(form: str) -> str:
