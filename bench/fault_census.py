@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from weight_sync.threads import IDLE
+
 # Pools start threads as they need them, up to a bound; the first of each stands for the pool.
 _FIRST = "_0"
 # So do the sockets through which pool threads hand over replies, one event descriptor each.
@@ -22,7 +24,8 @@ class Census:
 
     Attributes:
         descriptors: What open file descriptors are, without numbers, but for event descriptors.
-        threads: Names of its Python threads, one per pool.
+        threads: Names of its Python threads, one per pool; those that are kept idle for the next
+            call do not count, those of calls that are stuck do.
         shared: Distinct shared-memory files it maps.
     """
 
@@ -57,7 +60,8 @@ def census() -> Census:
             mapped.add(fields[4])
     # A rendezvous is named after its port, which every epoch has anew.
     names = [re.sub(r"rendezvous-\d+", "rendezvous", t.name) for t in threading.enumerate()]
-    threads = sorted(n for n in names if n.endswith(_FIRST) or not re.search(r"_\d+$", n))
+    busy = [name for name in names if name != IDLE]
+    threads = sorted(n for n in busy if n.endswith(_FIRST) or not re.search(r"_\d+$", n))
     return Census(_descriptors(), tuple(threads), len(mapped))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from weight_sync.errors import CacheInvalidationError, ConfigError, EngineStateError
 from weight_sync.failures import to_error
@@ -50,6 +50,21 @@ class EngineShard(Protocol):
         ...
 
 
+@runtime_checkable
+class CachesApart(Protocol):
+    """What an :class:`EngineShard` offers besides if its caches are kept apart from its workers.
+
+    Attributes:
+        caches_apart: Whether ``invalidate()`` may run while ``call()`` does, because neither uses
+            anything that the other one does.
+    """
+
+    @property
+    def caches_apart(self) -> bool:
+        """See above."""
+        ...
+
+
 def read_states(replies: Sequence[bytes]) -> list[WorkerState]:
     """What the workers of a shard say of themselves, from their replies to ``Status``.
 
@@ -70,8 +85,9 @@ class LocalLLM:
     """vLLM's synchronous ``LLM`` in this process.
 
     Between calls of ``generate`` nothing runs, so there is nothing to pause; caches are dropped all
-    the same. Generate through :meth:`generate` where the engine sleeps: ``LLM.generate`` itself
-    waits for ever while memory is asleep, and answers with whatever lies in discarded weights.
+    the same. For that reason nobody may generate while ``sync_weights()`` runs. Generate through
+    :meth:`generate` where the engine sleeps: ``LLM.generate`` itself waits for ever while memory is
+    asleep, and answers with whatever lies in discarded weights.
 
     Args:
         llm: An engine started with ``EXTENSION`` of ``weight_sync.vllm.worker_extension`` as its
@@ -88,6 +104,11 @@ class LocalLLM:
         if parallel.distributed_executor_backend == "external_launcher":
             # Every rank is a process and an LLM of its own; this one drives only itself.
             self.workers = 1
+        # In this process the scheduler is an object that workers never see. An engine in a process
+        # of its own has one socket for all calls, which takes one caller at a time.
+        self.caches_apart = hasattr(
+            getattr(llm.llm_engine.engine_core, "engine_core", None), "scheduler"
+        )
         # From here on the workers also keep, across sleep, what refits do not bring.
         self.states()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import TypeVar
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
 
+from weight_sync import threads
 from weight_sync.comm.deadline import Deadline
 from weight_sync.errors import AbortedError, DeadlineError, RefitError, WeightSyncError
 
@@ -15,6 +15,110 @@ _SLICE_SECONDS = 0.1
 
 K = TypeVar("K")
 T = TypeVar("T")
+
+
+class Fanout(Generic[T]):
+    """One call on every participant, begun at once, each on a thread of its own.
+
+    A call that is stuck keeps its daemon thread but nobody waits for it longer than the deadline.
+
+    Args:
+        participants: Name -> what ``call`` takes.
+        call: What is done with each.
+        deadline: Shared by all.
+        stage: For errors.
+        version: For errors.
+        epoch: For errors.
+    """
+
+    def __init__(
+        self,
+        participants: Mapping[str, K],
+        call: Callable[[K], T],
+        deadline: Deadline,
+        stage: str,
+        version: int | None = None,
+        epoch: int | None = None,
+    ) -> None:
+        self._names = tuple(participants)
+        self._deadline = deadline
+        self._stage, self._version, self._epoch = stage, version, epoch
+        self._ended: SimpleQueue[tuple[str, T | None, BaseException | None]] = SimpleQueue()
+        for who, participant in participants.items():
+            work = _work(who, call, participant, self._ended)
+            threads.start(f"weight-sync-{stage}-{who}", work)
+
+    def outcome(
+        self, failed: Callable[[str], None] | None = None
+    ) -> tuple[dict[str, T], dict[str, WeightSyncError]]:
+        """Waits until all calls ended or the deadline passes; once.
+
+        Args:
+            failed: Called once, with the first participant whose call raised, while others go on.
+
+        Returns:
+            Results of those that succeeded and errors of the others, by participant; errors in the
+            order in which they came.
+        """
+        results: dict[str, T] = {}
+        errors: dict[str, WeightSyncError] = {}
+        silent = dict.fromkeys(self._names)
+        while silent:
+            # What has come already counts, however late it is looked at.
+            left = min(self._deadline.remaining(), _SLICE_SECONDS)
+            try:
+                who, result, error = self._ended.get(timeout=left)
+            except Empty:
+                if self._deadline.expired:
+                    break
+                continue
+            del silent[who]
+            if error is None:
+                results[who] = result  # type: ignore[assignment]
+                continue
+            errors[who] = self._named(who, error)
+            if failed is not None:
+                failed(who)
+                failed = None
+        for who in silent:
+            errors[who] = DeadlineError(
+                f"{who} did not finish {self._stage} within {self._deadline.seconds:g} s",
+                stage=self._stage,
+                version=self._version,
+                epoch=self._epoch,
+                ranks=[who],
+            )
+        return results, errors
+
+    def _named(self, who: str, error: BaseException) -> WeightSyncError:
+        if isinstance(error, RefitError):
+            return located(error, self._version, self._epoch, (who,))
+        if isinstance(error, WeightSyncError):
+            return error
+        named = RefitError(
+            f"{who} failed: {type(error).__name__}: {error}",
+            stage=self._stage,
+            version=self._version,
+            epoch=self._epoch,
+            ranks=[who],
+        )
+        named.__cause__ = error
+        return named
+
+
+def _work(
+    who: str,
+    call: Callable[[K], T],
+    participant: K,
+    ended: SimpleQueue[tuple[str, T | None, BaseException | None]],
+) -> Callable[[], None]:
+    def work() -> None:
+        try:
+            ended.put((who, call(participant), None))
+        except BaseException as error:  # Handed to whoever waits for the outcome.
+            ended.put((who, None, error))
+
+    return work
 
 
 def run_all(
@@ -26,80 +130,8 @@ def run_all(
     epoch: int | None = None,
     failed: Callable[[str], None] | None = None,
 ) -> tuple[dict[str, T], dict[str, WeightSyncError]]:
-    """Calls every participant in a thread of its own.
-
-    A call that is stuck keeps its daemon thread but nobody waits for it longer than the deadline.
-
-    Args:
-        participants: Name -> what ``call`` takes.
-        call: What is done with each.
-        deadline: Shared by all.
-        stage: For errors.
-        version: For errors.
-        epoch: For errors.
-        failed: Called once, with the first participant whose call raised, while others go on.
-
-    Returns:
-        Results of those that succeeded and errors of the others, by participant; errors in the
-        order in which they came.
-    """
-    futures: dict[Future[T], str] = {}
-    for who, participant in participants.items():
-        future: Future[T] = Future()
-        futures[future] = who
-        threading.Thread(
-            target=_run,
-            args=(future, call, participant),
-            name=f"weight-sync-{stage}-{who}",
-            daemon=True,
-        ).start()
-    pending = set(futures)
-    ended: dict[Future[T], None] = {}
-    while pending and not deadline.expired:
-        timeout = min(deadline.remaining(), _SLICE_SECONDS)
-        done, pending = wait(pending, timeout=timeout, return_when=FIRST_COMPLETED)
-        ended |= dict.fromkeys(done)
-        wrong = next((f for f in done if f.exception() is not None), None)
-        if failed is not None and wrong is not None:
-            failed(futures[wrong])
-            failed = None
-    results: dict[str, T] = {}
-    errors: dict[str, WeightSyncError] = {}
-    for future in ended | dict.fromkeys(futures):
-        who = futures[future]
-        if not future.done():
-            errors[who] = DeadlineError(
-                f"{who} did not finish {stage} within {deadline.seconds:g} s",
-                stage=stage,
-                version=version,
-                epoch=epoch,
-                ranks=[who],
-            )
-            continue
-        error = future.exception()
-        if error is None:
-            results[who] = future.result()
-        elif isinstance(error, RefitError):
-            errors[who] = located(error, version, epoch, (who,))
-        elif isinstance(error, WeightSyncError):
-            errors[who] = error
-        else:
-            errors[who] = RefitError(
-                f"{who} failed: {type(error).__name__}: {error}",
-                stage=stage,
-                version=version,
-                epoch=epoch,
-                ranks=[who],
-            )
-            errors[who].__cause__ = error
-    return results, errors
-
-
-def _run(future: Future[T], call: Callable[[K], T], participant: K) -> None:
-    try:
-        future.set_result(call(participant))
-    except BaseException as error:  # Handed to whoever reads the future.
-        future.set_exception(error)
+    """As :class:`Fanout` and its outcome, for who has nothing else to do meanwhile."""
+    return Fanout(participants, call, deadline, stage, version, epoch).outcome(failed)
 
 
 def located(

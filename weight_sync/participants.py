@@ -10,7 +10,7 @@ from weight_sync.comm.deadline import Deadline
 from weight_sync.engine import EngineShard
 from weight_sync.errors import DeadlineError, PeerDeadError, WeightSyncError
 from weight_sync.failures import to_error
-from weight_sync.fanout import raise_first, run_all
+from weight_sync.fanout import Fanout, raise_first, run_all
 from weight_sync.manifest import Manifest
 from weight_sync.messages import (
     Done,
@@ -55,6 +55,9 @@ class TrainerRanks:
 
     def reconnect(self) -> None:
         """Replaces all connections: after a failure they may be broken or wait for late replies."""
+        # All at once, so that nobody waits for one call after the other to end.
+        for peer in self.peers:
+            peer.abort("the refit that waited for it failed")
         for peer in self.peers:
             peer.close()
         self.peers = tuple(TrainerPeer(t.rank, t.address) for t in self.infos)
@@ -98,9 +101,15 @@ class TrainerRanks:
         raise_first(errors)
         return {p.rank: results[p.name] for p in chosen}
 
-    def await_version(self, version: int, epoch: int, deadline: Deadline, *, verify: bool) -> None:
-        """Waits until every rank published ``version``; ranks that did not are named."""
-        _, errors = run_all(
+    def await_version(
+        self, version: int, epoch: int, deadline: Deadline, *, verify: bool
+    ) -> Callable[[], None]:
+        """Asks every rank to say when it published ``version``.
+
+        Returns:
+            What waits until all did so, and raises an error that names those that did not.
+        """
+        asked = Fanout(
             {p.name: p for p in self.peers},
             lambda p: p.await_version(version, epoch, deadline, verify=verify),
             deadline,
@@ -108,7 +117,7 @@ class TrainerRanks:
             version,
             epoch,
         )
-        raise_first(errors)
+        return lambda: raise_first(asked.outcome()[1])
 
     def release(
         self,

@@ -7,13 +7,17 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
+from weight_sync.caches import Caches
 from weight_sync.comm.deadline import Deadline
 from weight_sync.engine import EngineShard
 from weight_sync.errors import AbortedError, DeadlineError, StaleEpochError, WeightSyncError
 from weight_sync.messages import Commit, Committed, Status, WorkerState
 from weight_sync.participants import Shards, raise_shards
 from weight_sync.plan import Plan
+from weight_sync.report import RefitReport
+from weight_sync.threads import beside
 
 # Stages that happen inside a worker's commit and are reported by it.
 _WORKER_STAGES = ("transfer", "commit", "process", "verify")
@@ -94,7 +98,8 @@ def commit_version(
     stage("transfer")
     at = since = time.perf_counter()
     first_byte()
-    feeding = _start(feed, deadline)
+    feeding = None if feed is None else beside("weight-sync-feed", partial(feed, deadline))
+    caches = Caches([shards.all[shard] for shard in present])
     request = Commit(epoch, plan.digest, version, verify, deadline.inner(), generations)
     committed, errors = shards.ask(
         dict.fromkeys(present, request),
@@ -104,6 +109,7 @@ def commit_version(
         version=version,
         epoch=epoch,
     )
+    caches.commits_ended()
     if feeding is not None:
         errors |= _explain(feeding, errors, deadline)
     workers = [w for replies in committed.values() for w in replies]
@@ -118,9 +124,12 @@ def commit_version(
     good = [shard for shard in committed if shard not in errors]
     # Shards that committed go on, even if time ran out while others were waited for.
     late = Deadline(max(deadline.remaining(), _RESUME_SECONDS))
-    done, failed = shards.apply(
-        good, _refresh(version), late, "invalidate", version=version, epoch=epoch
-    )
+
+    def refresh(shard: EngineShard) -> None:
+        caches.drop(shard, late)
+        shard.set_version(version)
+
+    done, failed = shards.apply(good, refresh, late, "invalidate", version=version, epoch=epoch)
     spent["invalidate"] = time.perf_counter() - at
     stage("resume")
     since, at = at, time.perf_counter()
@@ -135,6 +144,40 @@ def commit_version(
         errors,
         spent,
         time.perf_counter() - begin,
+    )
+
+
+def report_of(
+    outcome: Outcome,
+    plan: Plan,
+    version: int,
+    transport: str,
+    seconds: dict[str, float],
+    total_seconds: float,
+) -> RefitReport:
+    """The report of a refit that every shard of the plan committed.
+
+    Args:
+        outcome: What became of the shards.
+        plan: What was run.
+        version: What was installed.
+        transport: How it travelled.
+        seconds: Seconds per stage, of the whole refit.
+        total_seconds: Of the whole refit.
+    """
+    workers = [w for replies in outcome.committed.values() for w in replies]
+    return RefitReport(
+        version=version,
+        epoch=plan.membership.epoch,
+        transport=transport,
+        tensors=plan.tensors,
+        bytes=sum(w.nbytes for w in workers),
+        seconds=seconds,
+        total_seconds=total_seconds,
+        pause_seconds=outcome.pause_seconds,
+        modes=workers[0].modes,
+        verified=all(w.verified for w in workers),
+        workers=len(workers),
     )
 
 
@@ -158,24 +201,6 @@ def _overtaken(
                 "installed; it was not resumed here. Whoever built the newest epoch drives it."
             )
     return errors
-
-
-def _start(feed: Callable[[Deadline], None] | None, deadline: Deadline) -> Future[None] | None:
-    """Runs ``feed`` beside the caller."""
-    if feed is None:
-        return None
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            feed(deadline)
-        except BaseException as error:  # Handed to whoever reads the future.
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    threading.Thread(target=run, name="weight-sync-feed", daemon=True).start()
-    return future
 
 
 def _explain(
@@ -221,11 +246,3 @@ class _Pause:
 
 def _resume(shard: EngineShard) -> None:
     shard.resume()
-
-
-def _refresh(version: int) -> Callable[[EngineShard], None]:
-    def refresh(shard: EngineShard) -> None:
-        shard.invalidate()
-        shard.set_version(version)
-
-    return refresh

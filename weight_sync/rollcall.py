@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from weight_sync import threads
 from weight_sync.comm.deadline import Deadline
 from weight_sync.wire.address import Address
 
@@ -129,21 +130,26 @@ class Vigil:
         self._silence = silence_s
         self._deadline = deadline
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="weight-sync-vigil", daemon=True)
+        # Held while the roll is called: only then is there something to wait for at the end.
+        self._calling = threading.Lock()
 
     def _run(self) -> None:
         # A refit usually ends before anyone could be called frozen.
         while not self._stop.wait(self._silence / 2):
-            missing = roll_call(self._addresses(), self._silence, stop=self._stop)
-            if missing.frozen and not self._stop.is_set():
-                self.frozen = missing.frozen
-                self._deadline.end()
-                return
+            with self._calling:
+                if self._stop.is_set():
+                    return
+                missing = roll_call(self._addresses(), self._silence, stop=self._stop)
+                if missing.frozen and not self._stop.is_set():
+                    self.frozen = missing.frozen
+                    self._deadline.end()
+                    return
 
     def __enter__(self) -> Vigil:
-        self._thread.start()
+        threads.start("weight-sync-vigil", self._run)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
-        self._thread.join(self._silence + 1.0)
+        if self._calling.acquire(timeout=self._silence + 1.0):
+            self._calling.release()

@@ -26,7 +26,7 @@ from weight_sync.presence import Presence
 from weight_sync.progress import Progress
 from weight_sync.quantize.wanted import QuantSpec
 from weight_sync.recovery import explain, shards_of, take_stock, worth_retrying
-from weight_sync.refit import SURE_SECONDS, commit_version
+from weight_sync.refit import SURE_SECONDS, commit_version, report_of
 from weight_sync.replicas import check_replicas
 from weight_sync.report import STAGES, RefitReport
 from weight_sync.rollcall import Missing, Vigil
@@ -412,8 +412,10 @@ class WeightSynchronizer:
         epoch = plan.membership.epoch
         verify = verify or not self._torn.isdisjoint(present)
         stage("publish")
+        # Both at once; what engines say counts first, since trainers may take long to publish.
+        published = self._trainers.await_version(version, epoch, deadline, verify=verify)
         require_awake(self._shards, present, version, epoch, deadline)
-        self._trainers.await_version(version, epoch, deadline, verify=verify)
+        published()
         if verify and not self._replicas_checked:
             check_replicas(plan, self._trainers, version, deadline)
             self._replicas_checked = True
@@ -448,20 +450,8 @@ class WeightSynchronizer:
             spent[name] = spent.get(name, 0.0) + took
         if self._plan_seconds:
             spent["plan"], self._plan_seconds = self._plan_seconds, 0.0
-        workers = [w for replies in outcome.committed.values() for w in replies]
-        return RefitReport(
-            version=version,
-            epoch=epoch,
-            transport=self._transport,
-            tensors=plan.tensors,
-            bytes=sum(w.nbytes for w in workers),
-            seconds=spent,
-            total_seconds=time.perf_counter() - begin,
-            pause_seconds=outcome.pause_seconds,
-            modes=workers[0].modes,
-            verified=all(w.verified for w in workers),
-            workers=len(workers),
-        )
+        total = time.perf_counter() - begin
+        return report_of(outcome, plan, version, self._transport, spent, total)
 
     def _mark_stale(self, shards: Sequence[int]) -> None:
         """Right before live bytes change: until they commit, these may hold mixed weights."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
@@ -138,26 +138,35 @@ class StockEngine:
     def settings(self) -> dict[str, str | None]:
         return {name: os.environ.get(name) for name in INSECURE}
 
+    def caches_apart(self) -> bool:
+        return self._shard.caches_apart
+
     def stop(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def stock_engine(folder: Path) -> Child:
+@pytest.fixture(scope="module")
+def stock(oracle: Oracle) -> Iterator[Child]:
+    """An engine that started from version 0, with the settings of a user who set none."""
     unset = (*INSECURE, "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD")
     env = {"VLLM_LOGGING_LEVEL": "ERROR", **dict.fromkeys(unset)}
-    return Child(StockEngine, str(folder), env=env, start_seconds=150, daemon=False, vllm=True)
-
-
-def test_stock_settings_suffice(oracle: Oracle) -> None:
-    child = stock_engine(oracle.random("tiny", 0))
+    folder = str(oracle.random("tiny", 0))
+    child = Child(StockEngine, folder, env=env, start_seconds=150, daemon=False, vllm=True)
     try:
-        with Trainers(TrainerSpec(config("tiny"), "fsdp", 2)) as trainers:
-            child.ready()
-            assert child.ask("settings") == dict.fromkeys(INSECURE)
-            trainers.publish(1)
-            assert child.ask("refit", trainers.infos, 1, seconds=90) == (True, 2)
-            truth = oracle.truth(oracle.random("tiny", 1), 2)
-            assert child.ask("tokens") == [tokens for tokens, _ in truth.generated]
-            child.ask("stop")
+        yield child.ready()
+        child.ask("stop")
     finally:
         child.close()
+
+
+def test_stock_settings_suffice(oracle: Oracle, stock: Child) -> None:
+    with Trainers(TrainerSpec(config("tiny"), "fsdp", 2)) as trainers:
+        assert stock.ask("settings") == dict.fromkeys(INSECURE)
+        trainers.publish(1)
+        assert stock.ask("refit", trainers.infos, 1, seconds=90) == (True, 2)
+        truth = oracle.truth(oracle.random("tiny", 1), 2)
+        assert stock.ask("tokens") == [tokens for tokens, _ in truth.generated]
+
+
+def test_an_engine_in_a_process_of_its_own_gets_one_call_at_a_time(stock: Child) -> None:
+    assert stock.ask("caches_apart") is False

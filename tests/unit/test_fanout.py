@@ -16,7 +16,7 @@ from weight_sync.errors import (
     VerifyError,
     WeightSyncError,
 )
-from weight_sync.fanout import located, raise_first, run_all
+from weight_sync.fanout import Fanout, located, raise_first, run_all
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -34,6 +34,33 @@ def test_calls_run_at_the_same_time() -> None:
     results, errors = run_all({"a": 1, "b": 2}, lambda n: n + 0 * both.wait(), Deadline(10), "x")
     assert results == {"a": 1, "b": 2}
     assert not errors
+
+
+def test_calls_go_on_while_nobody_waits_for_them() -> None:
+    begun = threading.Event()
+    fanout = Fanout({"a": 1}, lambda n: begun.set() or n, Deadline(10), "publish")
+    assert begun.wait(10)
+    assert fanout.outcome() == ({"a": 1}, {})
+
+
+def test_an_answer_that_came_in_time_counts_however_late_it_is_looked_at() -> None:
+    deadline = Deadline(0.05)
+    done = threading.Event()
+    fanout = Fanout({"a": 1}, lambda n: done.set() or n, deadline, "publish")
+    assert done.wait(10)
+    while not deadline.expired:
+        time.sleep(0.01)
+    assert fanout.outcome() == ({"a": 1}, {})
+
+
+def test_a_deadline_that_is_ended_early_ends_the_wait() -> None:
+    free, deadline = threading.Event(), Deadline(15)
+    threading.Timer(0.05, deadline.end).start()
+    start = time.monotonic()
+    _, errors = run_all({"a": 15}, free.wait, deadline, "publish")
+    assert time.monotonic() - start < 5
+    assert isinstance(errors["a"], DeadlineError)
+    free.set()
 
 
 def test_one_that_is_stuck_is_named_when_the_deadline_passes() -> None:

@@ -81,6 +81,27 @@ def test_who_waits_for_a_version_goes_on_when_it_comes(publication: Publication)
     publication.wait_for(6, 1, Deadline(5))
 
 
+def test_who_waits_for_a_version_goes_when_its_refit_ends(publication: Publication) -> None:
+    """Nobody reads the answer any more, so it must not take up a thread until the deadline."""
+    threading.Timer(0.05, publication.end, [6, "an engine is asleep"]).start()
+    with pytest.raises(RefitError, match="ended before trainer 0 published 6"):
+        publication.wait_for(6, 1, Deadline(15))
+
+
+def test_a_refit_that_failed_earlier_does_not_end_the_wait_of_the_next_one(
+    publication: Publication,
+) -> None:
+    publication.end(6, "an engine is asleep")
+    threading.Timer(0.05, publication.publish, [6]).start()
+    publication.wait_for(6, 1, Deadline(15))
+
+
+def test_a_version_is_ready_from_publish_until_its_refit_ends(publication: Publication) -> None:
+    ready = [publication.is_at(5), publication.is_at(6)]
+    publication.end(5, "")
+    assert [*ready, publication.is_at(5)] == [True, False, False]
+
+
 def test_closing_ends_every_wait(publication: Publication) -> None:
     threading.Timer(0.05, publication.close).start()
     with pytest.raises(EngineStateError, match="closed"):

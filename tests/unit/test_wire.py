@@ -172,6 +172,27 @@ def test_requests_whose_callers_gave_up_waiting_do_not_hold_up_one_that_needs_no
     server.close()
 
 
+def test_what_is_answered_at_once_does_not_wait_for_busy_threads() -> None:
+    release = threading.Event()
+
+    def handler(request: bytes) -> bytes:
+        release.wait(10)
+        return request
+
+    def at_once(request: bytes) -> bytes | None:
+        return b"done" if request == b"note" else None
+
+    server = Server(handler, threads=1, at_once=at_once)
+    client = Client(server.address, "trainer 0")
+    with pytest.raises(DeadlineError):
+        call(client, b"work", 0.1)
+    assert call(client, b"note", 5) == b"done"
+    release.set()
+    assert call(client, b"work") == b"work"
+    client.close()
+    server.close()
+
+
 def test_requests_that_wait_run_side_by_side() -> None:
     everyone = threading.Barrier(16, timeout=10)
 

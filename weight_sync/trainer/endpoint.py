@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 import numpy as np
 import torch
 
-from weight_sync import env
+from weight_sync import env, threads
 from weight_sync.arrays import pack
 from weight_sync.comm.deadline import Deadline
 from weight_sync.errors import (
@@ -58,7 +58,7 @@ from weight_sync.trainer.publication import Publication
 from weight_sync.trainer.ring import Ring
 from weight_sync.trainer.sender import GroupSender
 from weight_sync.trainer.served import Served
-from weight_sync.trainer.waiting import waits
+from weight_sync.trainer.waiting import at_once, waits
 from weight_sync.wire.server import Server
 
 # What errors call the work for a request.
@@ -133,7 +133,7 @@ class TrainerEndpoint:
         self._hashing = threading.RLock()
         self._work = threading.RLock()
         self._closed = False
-        self._server = Server(self._serve, host=host, waits=waits)
+        self._server = Server(self._serve, host=host, waits=waits, at_once=self._serve_at_once)
         self.info = TrainerEndpointInfo(rank, self._server.address, self._manifest.host, device)
 
     # --- the trainer's own thread ---------------------------------------------------------------
@@ -216,6 +216,28 @@ class TrainerEndpoint:
             return encode(self._answer(request))
         except Exception as error:  # Everything that fails must reach the asking side.
             return encode(to_failure(error, stage))
+
+    def _serve_at_once(self, raw: bytes) -> bytes | None:
+        """On the thread that serves the socket, which neither lock nor device may hold up."""
+        if not at_once(raw) or not self._work.acquire(blocking=False):
+            return None
+        try:
+            request = decode_trainer_request(raw)
+            if isinstance(request, AwaitVersion) and not self._is_ready(request.version):
+                return None
+            return encode(self._answer(request))
+        except Exception as error:  # Everything that fails must reach the asking side.
+            return encode(to_failure(error, "publish"))
+        finally:
+            self._work.release()
+
+    def _is_ready(self, version: int) -> bool:
+        """Whether a version can be read without waiting for anything; needs the lock."""
+        return (
+            self._served.quantized is None
+            and self._publication.is_at(version)
+            and (self._event is None or self._event.query())
+        )
 
     def _answer(self, request: Message) -> Message:
         match request:
@@ -379,10 +401,10 @@ class TrainerEndpoint:
         """Begins the digests of a version before workers ask for them."""
 
         def run() -> None:
-            if self._device_index is not None:
-                torch.cuda.set_device(self._device_index)
+            index = self._device_index
+            on_device = nullcontext() if index is None else torch.cuda.device(index)
             # A worker that asks for them gets the error.
-            with suppress(Exception), self._hashing:
+            with suppress(Exception), on_device, self._hashing:
                 program = self._program
                 if (
                     program is not None
@@ -392,7 +414,7 @@ class TrainerEndpoint:
                     for task in program.hashes:
                         self._digest_of(program, version, task.class_id)
 
-        threading.Thread(target=run, name="weight-sync-hash", daemon=True).start()
+        threads.start("weight-sync-hash", run)
 
     def _replica_digests(self, version: int) -> Digests:
         with self._hashing:

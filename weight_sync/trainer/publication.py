@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
 from weight_sync.comm.deadline import Deadline
 from weight_sync.errors import DeadlineError, EngineStateError, RefitError
 
 # Of so many versions it is known how their refits ended.
 _KEPT = 8
+
+
+@dataclass(frozen=True, eq=False)
+class _End:
+    """How a refit ended: an error, or nothing if it ended well."""
+
+    error: str
 
 
 class Publication:
@@ -21,8 +29,7 @@ class Publication:
     def __init__(self, rank: int) -> None:
         self.version = -1
         self._rank = rank
-        # An error, or nothing if it ended well.
-        self._ended: dict[int, str] = {}
+        self._ended: dict[int, _End] = {}
         self._closed = False
         self._changed = threading.Condition()
 
@@ -32,7 +39,8 @@ class Publication:
         Raises:
             EngineStateError: Naming both.
         """
-        if version < self.version or self._ended.get(version) == "":
+        end = self._ended.get(version)
+        if version < self.version or (end is not None and not end.error):
             raise EngineStateError(
                 f"trainer {self._rank} already published version {self.version}; versions must "
                 f"grow, {version} does not"
@@ -49,9 +57,14 @@ class Publication:
         """A refit ended; those of versions that were published before are history."""
         with self._changed:
             if version >= self.version:
-                self._ended[version] = error
+                self._ended[version] = _End(error)
                 self._ended = dict(sorted(self._ended.items())[-_KEPT:])
                 self._changed.notify_all()
+
+    def is_at(self, version: int) -> bool:
+        """Whether :meth:`wait_for` would return at once."""
+        with self._changed:
+            return self.version == version and version not in self._ended
 
     def close(self) -> None:
         """Ends every wait: nothing is published any more."""
@@ -88,19 +101,22 @@ class Publication:
                         ranks=["orchestrator"],
                         remedy="check that whoever calls sync_weights() runs and did so",
                     )
-            if self._ended[version]:
-                raise RefitError(self._ended[version], stage="release", version=version)
+            error = self._ended[version].error
+            if error:
+                raise RefitError(error, stage="release", version=version)
 
     def wait_for(self, version: int, epoch: int, deadline: Deadline) -> None:
         """Waits until ``version`` is published and promised not to change.
 
         Raises:
-            RefitError: If it was superseded, or a refit of it ended.
+            RefitError: If it was superseded, or a refit of it ended; also if that happens while it
+                is waited for, since nobody asks any more then.
             EngineStateError: If the endpoint was closed.
             DeadlineError: If it did not come in time.
         """
         with self._changed:
-            while self.version < version:
+            earlier = self._ended.get(version)
+            while self.version < version and self._ended.get(version) is earlier:
                 self._require_open()
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     raise DeadlineError(
@@ -112,7 +128,9 @@ class Publication:
                         ranks=[f"trainer {self._rank}"],
                         remedy="call publish() on every rank before or during sync_weights()",
                     )
-            if self.version != version:
+            if self.version < version:
+                problem = f"the refit ended before trainer {self._rank} published {version}"
+            elif self.version > version:
                 problem = f"trainer {self._rank} is already at version {self.version}"
             elif version in self._ended:
                 problem = (

@@ -1,4 +1,4 @@
-"""Tells requests that wait for something else from those that a trainer rank answers at once."""
+"""Tells how long a trainer rank may take for a request: no time, its own, or that of others."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from weight_sync.messages import (
     GetReplicaDigests,
     JoinGroups,
     Quantize,
+    Release,
     SendRounds,
     SetProgram,
 )
@@ -29,6 +30,10 @@ _WAITING = frozenset(
 )
 
 
+# Often nothing is left to wait for, and then there is nothing to do either.
+_AT_ONCE = frozenset({AwaitVersion.__name__, Release.__name__})
+
+
 class _Kind(msgspec.Struct, frozen=True):
     """What all messages have in common."""
 
@@ -40,7 +45,16 @@ _decode = msgspec.msgpack.Decoder(_Kind).decode
 
 def waits(request: bytes) -> bool:
     """Whether a request may wait for long; never raises, whatever the bytes are."""
+    return _kind(request) in _WAITING
+
+
+def at_once(request: bytes) -> bool:
+    """Whether it is worth asking if a request can be answered at once; never raises either."""
+    return _kind(request) in _AT_ONCE
+
+
+def _kind(request: bytes) -> str:
     try:
-        return _decode(request).type in _WAITING
+        return _decode(request).type
     except msgspec.MsgspecError:
-        return False
+        return ""

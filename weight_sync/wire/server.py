@@ -31,6 +31,10 @@ class Server:
         waits: Whether a request waits for others, e.g. for a version to be published, for a lock
             or for a transfer. Such requests run on threads of their own, so that however many
             callers gave up on theirs, what can be answered at once is. It must not raise.
+        at_once: The reply to a request that takes no time and waits for nothing at all, not even
+            for a device or a lock that is held for long; None for any other. It runs on the thread
+            that serves the socket, which saves handing the request to another one and back. It
+            must not raise.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Server:
         host: str | None = None,
         threads: int = 4,
         waits: Callable[[bytes], bool] = lambda request: False,
+        at_once: Callable[[bytes], bytes | None] = lambda request: None,
     ) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -66,7 +71,7 @@ class Server:
         self._local = threading.local()
         self._handler = handler
         self._closed = threading.Event()
-        self._waits = waits
+        self._waits, self._at_once = waits, at_once
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-sync-serve")
         self._waiting = ThreadPoolExecutor(_WAITING, thread_name_prefix="weight-sync-wait")
         self._thread = threading.Thread(target=self._serve, name="weight-sync-server", daemon=True)
@@ -84,14 +89,19 @@ class Server:
                     self._socket.send_multipart(parts)
             if self._socket in ready:
                 parts = self._socket.recv_multipart()
-                if len(parts) == 3 and not parts[2]:
-                    # Asks whether this process runs at all; busy workers must not delay that.
-                    self._socket.send_multipart(parts)
-                elif len(parts) == 3:
-                    pool = self._waiting if self._waits(parts[2]) else self._pool
-                    pool.submit(self._run, *parts)
+                if len(parts) == 3:
+                    self._answer(*parts)
         self._socket.close(0)
         self._wake.close(0)
+
+    def _answer(self, client: bytes, number: bytes, request: bytes) -> None:
+        # Nothing asks whether this process runs at all; busy workers must not delay that.
+        reply = self._at_once(request) if request else request
+        if reply is not None:
+            self._socket.send_multipart([client, number, reply])
+        else:
+            pool = self._waiting if self._waits(request) else self._pool
+            pool.submit(self._run, client, number, request)
 
     def _run(self, client: bytes, number: bytes, request: bytes) -> None:
         reply = self._handler(request)

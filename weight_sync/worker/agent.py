@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import torch
 
@@ -79,7 +79,10 @@ class WorkerAgent:
         try:
             request = decode_worker_request(raw)
             self._stage = type(request).__name__.lower()
-            with self._lock:
+            # Callers' threads do other things as well, on whatever device.
+            device = self._model.device
+            on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+            with self._lock, on_device:
                 return encode(self._answer(request))
         except Exception as error:  # Nothing may escape into the engine's RPC.
             return encode(to_failure(error, self._stage))
@@ -188,7 +191,7 @@ class WorkerAgent:
             dict(watch.seconds),
             session.installer.bytes_total,
             request.verify,
-            session.installer.modes(),
+            session.installer.modes,
         )
 
     def _install(self, session: Session, request: Commit, watch: Stopwatch) -> None:
@@ -209,7 +212,7 @@ class WorkerAgent:
             )
         self._fault("commit")
         # A direct copy cannot move anything: only modules that were processed are looked at again.
-        processed = set(session.installer.modes()) - {"direct"}
+        processed = session.installer.modes.keys() - {"direct"}
         gone = session.installer.moved() if processed else []
         if gone:
             raise EngineStateError(f"live tensors moved during the install: {gone[:4]}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -153,23 +153,25 @@ class Installer:
         self._recording = recorded.recording
         self._fills = recorded.fills
         self._pieces = resolve(recorded.recording, program)
-        self._direct = np.array([u.mode == "direct" for u in self._recording.units], bool)
+        direct = np.array([u.mode == "direct" for u in self._recording.units], bool)
+        self._direct = direct[self._pieces.unit]
+        self._slots = len(self._recording.slot_source.unpack())
+        self._modes = dict(Counter(unit.mode for unit in self._recording.units))
         # Kept from refit to refit, and the digests of what is only staged.
         self._parts: dict[object, _Part] = {}
         self._digests: dict[object, CompiledDigest] = {}
         self._used: set[object] = set()
-        self._addresses = self._live_addresses()
+        self._addresses = [
+            (unit, tuple(live.items())) for unit, live in self._live_addresses().items()
+        ]
         self._open: dict[int, _OpenUnit] = {}
         self.bytes_total = int(self._pieces.nbytes.sum())
 
-    def _live_addresses(self) -> dict[tuple[str, str], int]:
-        # Parameter classes of engines dispatch every call in Python, which takes most of the time.
-        with torch._C.DisableTorchFunctionSubclass():
-            return {
-                (unit.name, name): tensor.data_ptr()
-                for unit in self._recording.units
-                for name, tensor in self._model.live(unit.name).items()
-            }
+    def _live_addresses(self) -> dict[str, dict[str, int]]:
+        return {
+            unit.name: {n: t.data_ptr() for n, t in self._model.live(unit.name).items()}
+            for unit in self._recording.units
+        }
 
     def forget(self) -> None:
         """Drops everything that refers to the memory of deliveries."""
@@ -178,16 +180,22 @@ class Installer:
 
     def moved(self) -> list[str]:
         """Live tensors whose address is not the one they had when the program came."""
-        now = self._live_addresses()
-        moved = (at for at, address in self._addresses.items() if now.get(at) != address)
-        return sorted(f"{unit}.{name}" for unit, name in moved)
+        moved = []
+        # Asked of every tensor in every refit. Parameter classes of engines dispatch every call in
+        # Python, which would take most of the time.
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit, addresses in self._addresses:
+                live = self._model.live(unit)
+                for name, address in addresses:
+                    tensor = live.get(name)
+                    if tensor is None or tensor.data_ptr() != address:
+                        moved.append(f"{unit}.{name}")
+        return sorted(moved)
 
+    @property
     def modes(self) -> dict[str, int]:
         """Units per mode."""
-        out: dict[str, int] = {}
-        for unit in self._recording.units:
-            out[unit.mode] = out.get(unit.mode, 0) + 1
-        return out
+        return self._modes
 
     def nbytes(self, delivery: Delivery) -> int:
         """Bytes that a delivery writes."""
@@ -219,7 +227,6 @@ class Installer:
         self._used = set()
         direct: list[_Part] = []
         finished: list[str] = []
-        slots = len(self._recording.slot_source.unpack())
         try:
             while True:
                 with watch.stage("transfer"):
@@ -227,16 +234,17 @@ class Installer:
                 if delivery is None:
                     break
                 seen += len(delivery.rows)
-                units = self._pieces.unit[delivery.rows]
-                rows = np.flatnonzero(self._direct[units])
+                mine = self._direct[delivery.rows]
+                rows = np.flatnonzero(mine)
                 if len(rows):
                     with watch.stage(stage):
                         direct.append(self._copy_direct(delivery, rows))
-                for unit in _in_order(units[~self._direct[units]]):
+                units = self._pieces.unit[delivery.rows]
+                for unit in _in_order(units[~mine]) if len(rows) < len(mine) else ():
                     with watch.stage(stage):
                         self._copy_unit(int(unit), delivery, np.flatnonzero(units == unit))
                     if self._open[int(unit)].left == 0:
-                        self._finish(int(unit), expected, slots, watch, version, epoch)
+                        self._finish(int(unit), expected, watch, version, epoch)
                         finished.append(self._recording.units[int(unit)].name)
                 with watch.stage(stage):
                     self._synchronize()
@@ -246,7 +254,7 @@ class Installer:
                     f"the transport delivered {seen} of {len(self._pieces.unit)} pieces"
                 )
             with watch.stage("verify"):
-                self._verify(direct, expected(), slots, version, epoch)
+                self._verify(direct, expected(), version, epoch)
             self._forget_unused()
             with watch.stage("process"):
                 self._model.refresh_derived(
@@ -390,7 +398,6 @@ class Installer:
         self,
         unit: int,
         expected: Callable[[], U64 | None],
-        slots: int,
         watch: Stopwatch,
         version: int,
         epoch: int,
@@ -398,7 +405,7 @@ class Installer:
         work = self._open[unit]
         spec = self._recording.units[unit]
         with watch.stage("verify"):
-            self._verify(work.parts, expected(), slots, version, epoch)
+            self._verify(work.parts, expected(), version, epoch)
         with watch.stage("process"):
             if spec.mode == "loader":
                 names = {
@@ -413,13 +420,12 @@ class Installer:
             work.install.finish()
         del self._open[unit]
 
-    def _verify(
-        self, parts: Sequence[_Part], want: U64 | None, slots: int, version: int, epoch: int
-    ) -> None:
+    def _verify(self, parts: Sequence[_Part], want: U64 | None, version: int, epoch: int) -> None:
         """Compares what parts wrote together with the trainer's digests; None skips that."""
         if want is None or not parts:
             return
-        have = sum((part.digest(slots) for part in parts), np.zeros(slots, np.uint64))
+        none = np.zeros(self._slots, np.uint64)
+        have = sum((part.digest(self._slots) for part in parts), none)
         mine = np.unique(np.concatenate([t.slot for part in parts for t in part.tables]))
         self._compare(have[mine], want[mine], mine, version, epoch)
 
