@@ -112,11 +112,16 @@ def _work(
     participant: K,
     ended: SimpleQueue[tuple[str, T | None, BaseException | None]],
 ) -> Callable[[], None]:
+    # Taken out before it gets an error, which keeps the frame below: see threads.beside.
+    unset = [ended]
+
     def work() -> None:
         try:
-            ended.put((who, call(participant), None))
+            result = call(participant)
         except BaseException as error:  # Handed to whoever waits for the outcome.
-            ended.put((who, None, error))
+            unset.pop().put((who, None, error))
+        else:
+            unset.pop().put((who, result, None))
 
     return work
 

@@ -102,14 +102,17 @@ start = _shared.start
 def beside(name: str, work: Callable[[], None]) -> Future[None]:
     """Runs ``work`` on a thread of that name; the future gets its end, or what it raised."""
     future: Future[None] = Future()
+    # Taken out before it gets an error: that keeps the frames it went through, so the future and
+    # the frame below, with all that the call held, would keep each other.
+    unset = [future]
 
     def run() -> None:
         try:
             work()
         except BaseException as error:  # Handed to whoever reads the future.
-            future.set_exception(error)
+            unset.pop().set_exception(error)
         else:
-            future.set_result(None)
+            unset.pop().set_result(None)
 
     start(name, run)
     return future

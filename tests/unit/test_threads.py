@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -88,6 +90,27 @@ def test_what_runs_beside_hands_over_what_it_raised() -> None:
         raise ValueError("no")
 
     assert isinstance(beside("work", fail).exception(10), ValueError)
+
+
+def test_an_error_that_nobody_reads_keeps_nothing_of_its_call_alive() -> None:
+    class Held:
+        pass
+
+    def fail(held: Held) -> None:
+        raise ValueError(str(held))
+
+    def once() -> weakref.ref[Held]:
+        held = Held()
+        future = beside("work", partial(fail, held))
+        until(future.done)
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        gone = once()
+        until(lambda: gone() is None)
+    finally:
+        gc.enable()
 
 
 def test_a_forked_child_starts_threads_of_its_own() -> None:
