@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from bench import faults, grid_cases, plan, refit
+from bench.keep import keep
 
 
 def main() -> None:
@@ -27,11 +27,7 @@ def main() -> None:
         result = plan.run(args)
     else:
         result = faults.run(args.only)
-    text = json.dumps(result, indent=2)
-    print(text)
-    if args.json:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(text + "\n")
+    print(keep(Path(args.json) if args.json else None, result))
     if args.command == "refit" and args.plot:
         refit.plot(result, args.plot)
     problems = result.get("failed") or result.get("wrong")

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from bench.engines import Fleet, LocalFleet
 from bench.group_limit import broadcasts, measure_groups, sends
+from bench.keep import keep
 from bench.limits import Limit, measure_copies, traffic
 from bench.models import Config
 from bench.native import NativeSystem, start_natives
@@ -55,12 +56,17 @@ class _Run:
         natives = start_natives(self.options, self.cfg, self.fleet, self.trainers)
         before = free_memory(self.options)
         native_seconds: dict[str, list[float]] = {native.name: [] for native in natives}
-        measured = []
-        for transport in self.options.transports:
+        measured: list[Measured] = []
+        result: dict[str, object] = {}
+        for number, transport in enumerate(self.options.transports):
             # Beside the first transport only: they do not depend on it.
-            rivals = natives if transport == self.options.transports[0] else []
+            rivals = [] if measured else natives
             measured.append(self._transport(transport, before, rivals, native_seconds))
-        return describe(self.options, self.cfg, self.limits, measured, native_seconds)
+            result = describe(self.options, self.cfg, self.limits, measured, native_seconds)
+            left = self.options.transports[number + 1 :]
+            if left:
+                keep(self.options.json, result | {"unfinished": left})
+        return result
 
     def _transport(
         self,

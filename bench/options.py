@@ -40,6 +40,7 @@ class Options:
         repeat: Timed refits of each kind.
         memory: ``gpu_memory_utilization``.
         quantize: Format of quantized engines, or empty.
+        json: Where to keep what is measured so far, or None.
     """
 
     model: str
@@ -53,6 +54,7 @@ class Options:
     repeat: int
     memory: float
     quantize: str = ""
+    json: Path | None = None
 
     @property
     def engine_devices(self) -> tuple[str, ...]:
@@ -131,6 +133,7 @@ def _options(args: argparse.Namespace) -> Options:
         args.repeat,
         args.memory,
         args.quantize,
+        args.json,
     )
     _check_sharing(options)
     _check_rivals(options)

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.engines import start_engine
+from bench.keep import keep
 from bench.measure import measure_engine
 from bench.models import Config, config, shapes
 from bench.options import Options
 from bench.quantized_models import FORMATS, is_quantized, quantized_config
 
+_KINDS = ("bf16", "checkpoint", "online")
 _PROMPTS = [[(7 * i + 13 * j) % 97 + 3 for j in range(64)] for i in range(8)]
 
 
@@ -39,9 +41,11 @@ def run_quantized(options: Options) -> dict[str, object]:
     cfg = config(options.model, options.layers)
     engines: dict[str, dict[str, Any]] = {}
     scores: dict[str, list[float]] = {}
-    for kind in ("bf16", "checkpoint", "online"):
+    for number, kind in enumerate(_KINDS):
         print(f"--- {kind}", file=sys.stderr, flush=True)
         engines[kind], scores[kind] = _one(options, cfg, kind)
+        left = _KINDS[number + 1 :]
+        keep(options.json, {"model": options.model, "engines": engines, "unfinished": left})
     ratios: dict[str, float] = {}
     for transport in options.transports:
         took = {kind: _verified_ms(engine, transport) for kind, engine in engines.items()}
@@ -69,7 +73,8 @@ def _one(options: Options, cfg: Config, kind: str) -> tuple[dict[str, Any], list
 
     served = quantized_config(cfg, FORMATS[options.quantize]) if kind == "checkpoint" else cfg
     # A checkpoint's engine cannot take bf16 from vLLM's own senders: there is nothing to compare.
-    mine = replace(options, against=() if kind == "checkpoint" else options.against)
+    rivals = () if kind == "checkpoint" else options.against
+    mine = replace(options, against=rivals, json=None)
     extra = {"quantization": _online(options.quantize)} if kind == "online" else {}
     with tempfile.TemporaryDirectory() as folder:
         llm = start_engine(mine, served, Path(folder), **extra)

@@ -16,7 +16,7 @@ from bench.gather import Gatherer
 from bench.grids import TrainerGrid
 from bench.megatron_rank import entries
 from bench.models import Config, shapes
-from bench.values import fill
+from bench.values import change, fill
 from weight_sync.identity import host_identity
 from weight_sync.messages import TrainerEndpointInfo
 from weight_sync.sources.base import WeightSource
@@ -67,7 +67,9 @@ class _Rank:
         self.group: object = None
         self.server: Server | None = None
         self.pipe: Connection | None = None
-        self._fill(0)
+        self._values = 0
+        for number, (owned, box) in enumerate(self.regions):
+            fill(self.source.region(number), owned.name, owned.shape, box.offset, self._values)
 
     def _source(self) -> WeightSource:
         spec = self.spec
@@ -89,9 +91,11 @@ class _Rank:
             self.tensors = {n: p.data for n, p in module.named_parameters()}
         return ModuleSource(module)
 
-    def _fill(self, values: int) -> None:
+    def _change(self, values: int) -> None:
+        versions = self._values, values
         for number, (spec, box) in enumerate(self.regions):
-            fill(self.source.region(number), spec.name, spec.shape, box.offset, values)
+            change(self.source.region(number), spec.name, spec.shape, box.offset, versions)
+        self._values = values
         if self.device.type == "cuda":
             # Making weights is no part of a refit.
             torch.cuda.synchronize()
@@ -102,7 +106,7 @@ class _Rank:
 
     def publish(self, version: int, values: int | None = None) -> None:
         """New weights, written in place: those of ``values``, or else of the version."""
-        self._fill(version if values is None else values)
+        self._change(version if values is None else values)
         for endpoint in self.endpoints:
             endpoint.publish(version)
 

@@ -2,7 +2,8 @@
 
 However ranks cut a tensor, each makes its own part, and replicas agree bit by bit: also between the
 CPU and GPUs, because only integers and exact floats take part. Values look like those of a model:
-uniform over 1/16 around 0, or around 1 for norms.
+uniform over 1/16 around 0, or around 1 for norms. Making them takes many small kernels for each
+tensor, so the next version's are made of this one's, by flipping bits that keep their size.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from weight_sync.layout import contiguous_strides
 # Elements made at once, which bounds the memory for it.
 _BLOCK = 1 << 24
 _MIX = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)
+# Odd, so that versions of a run differ; of each there are 256 kinds of values.
+_STEP, _KINDS = 37, 256
 
 
 def fill(
@@ -33,8 +36,9 @@ def fill(
         offset: Where the region begins in it.
         version: Which values.
     """
-    seed = zlib.crc32(f"{version} {name}".encode())
-    mean = 1.0 if name.endswith("norm.weight") else 0.0
+    norm = _is_norm(name)
+    seed = zlib.crc32((f"{version} {name}" if norm else name).encode())
+    mean = 1.0 if norm else 0.0
     strides = contiguous_strides(tuple(shape))
     rows = max(1, _BLOCK // max(1, prod(target.shape[1:])))
     for first in range(0, target.shape[0], rows):
@@ -45,6 +49,39 @@ def fill(
             hashed.bitwise_xor_(hashed >> shift).mul_(_signed(factor))
         # 24 bits are exact in float32, and so is a power of two times them.
         block.copy_((hashed >> 8).to(torch.float32).mul_(2.0**-28).add_(mean))
+    if not norm:
+        _flip(target, _kind(name, version))
+
+
+def change(
+    target: torch.Tensor,
+    name: str,
+    shape: Sequence[int],
+    offset: Sequence[int],
+    versions: tuple[int, int],
+) -> None:
+    """As :func:`fill`, of a region that holds the values of the first version, to the second's."""
+    before, after = versions
+    if _is_norm(name):
+        # There are few of them, and their size says too little about their bits.
+        fill(target, name, shape, offset, after)
+    else:
+        _flip(target, _kind(name, before) ^ _kind(name, after))
+
+
+def _is_norm(name: str) -> bool:
+    return name.endswith("norm.weight")
+
+
+def _kind(name: str, version: int) -> int:
+    return (version * _STEP + zlib.crc32(name.encode())) % _KINDS
+
+
+def _flip(target: torch.Tensor, bits: int) -> None:
+    """Flips the sign, and the highest seven bits after the exponent."""
+    whole, fraction = (torch.int16, 7) if target.dtype == torch.bfloat16 else (torch.int32, 23)
+    sign = torch.iinfo(whole).min if bits >> 7 else 0
+    target.view(whole).bitwise_xor_(sign | (bits & 0x7F) << (fraction - 7))
 
 
 def whole(cfg: Config, version: int) -> dict[str, torch.Tensor]:

@@ -49,6 +49,22 @@ def test_values_differ_between_places_names_and_versions() -> None:
         assert (whole == other).float().mean() < 0.01
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["w", "norm.weight"])
+def test_a_version_made_of_another_one_is_the_version(dtype: torch.dtype, name: str) -> None:
+    made_of, directly = (torch.empty(9, 7, dtype=dtype) for _ in range(2))
+    values.fill(made_of, name, (64, 48), (3, 5), 1)
+    for versions in ((1, 6), (6, 2), (2, 300)):
+        values.change(made_of, name, (64, 48), (3, 5), versions)
+        values.fill(directly, name, (64, 48), (3, 5), versions[1])
+        assert torch.equal(made_of, directly)
+
+
+def test_every_element_differs_between_all_versions_of_a_run() -> None:
+    versions = torch.stack([made((8, 8), version) for version in range(256)])
+    assert all(len(versions[:, i, j].unique()) == 256 for i in range(8) for j in range(8))
+
+
 def test_values_look_like_weights() -> None:
     whole = made((256, 256))
     assert whole.abs().max() <= 2**-5
