@@ -27,8 +27,10 @@ def dump(model: torch.nn.Module, config: object) -> Dump:
     from vllm.config import set_current_vllm_config
 
     result: Dump = {}
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    for name, tensor in tensors:
+    # Layers share buffers, and of those of a pipeline stage the first layer's need not be there.
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    for name, tensor in (*parameters, *buffers):
         result[name] = digest(tensor)
     with torch.no_grad(), set_current_vllm_config(config):
         for name, module in model.named_modules():

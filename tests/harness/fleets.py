@@ -18,6 +18,7 @@ from generation.vllm_generation import VllmGeneration
 from tests.harness.engines import EngineRank
 from tests.harness.processes import Child
 from tests.harness.trainers import Trainers, free_port
+from weight_sync.report import RefitReport
 
 WAIT_S = 60.0
 MODEL_LEN = 512
@@ -106,6 +107,10 @@ class Fleet:
 
     def refit(self, weights: int = NEW, transport: str = "ipc") -> int:
         """Refits all participants and returns the version."""
+        return self.reported(weights, transport).version
+
+    def reported(self, weights: int = NEW, transport: str = "ipc") -> RefitReport:
+        """Refits all participants and returns the report."""
         calls = {
             "ipc": self.gen.update_weights_via_ipc_zmq,
             "broadcast": self.gen.update_weights_from_collective,
@@ -116,7 +121,7 @@ class Fleet:
         report = future.result(WAIT_S)
         assert report.verified
         assert (report.version, report.transport) == (version, transport)
-        return version
+        return report
 
 
 # --- requests -----------------------------------------------------------------------------------

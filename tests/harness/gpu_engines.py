@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.models import Config, random_weights, write_checkpoint
+from tests.harness.dumps import Dump, dump
 from weight_sync.vllm.worker_extension import WeightSyncExtension
 from weight_sync.worker.agent import WorkerAgent
 
@@ -130,6 +131,10 @@ class ObservedExtension(WeightSyncExtension):
     def observed_bits(self) -> Bits:
         """Digests of all parameters and buffers."""
         return bits(self.model_runner.model)  # type: ignore[attr-defined]
+
+    def observed_dump(self) -> Dump:
+        """The same, and what CPU vLLM keeps of a packed linear."""
+        return dump(self.model_runner.model, self.vllm_config)  # type: ignore[attr-defined]
 
     def observed_device(self) -> str:
         """UUID of the worker's GPU."""
