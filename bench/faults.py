@@ -12,6 +12,7 @@ from bench.fault_cells import TRANSPORTS, Cell, all_cells
 from bench.fault_fleet import Fleet, HealError
 from bench.fault_rebuilds import run_rebuilds
 from bench.fault_run import Result, run_cell
+from bench.provenance import provenance
 from tests.harness import processes
 
 _HEAD = ("transport", "who", "fault", "stage", "outcome", "s", "consistent", "leaks", "healed")
@@ -71,6 +72,7 @@ def run(only: str) -> dict[str, object]:
         "load_average": [round(load, 1), round(os.getloadavg()[0], 1)],
         "selection": only or "all",
         "seconds": round(time.monotonic() - start, 1),
+        **provenance(),
     }
 
 

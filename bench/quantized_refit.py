@@ -22,6 +22,7 @@ from bench.keep import keep
 from bench.measure import measure_engine
 from bench.models import Config, config, shapes
 from bench.options import Options
+from bench.provenance import provenance
 from bench.quantized_models import FORMATS, is_quantized, quantized_config
 
 _KINDS = ("bf16", "checkpoint", "online")
@@ -64,6 +65,7 @@ def run_quantized(options: Options) -> dict[str, object]:
         "logprob_gap": {kind: _gap(scores["bf16"], scores[kind]) for kind in scores},
         "ratios": ratios,
         "engines": engines,
+        **provenance(),
     }
 
 

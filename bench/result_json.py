@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from bench.limits import Limit
 from bench.models import Config, shapes
 from bench.options import Options
+from bench.provenance import provenance
 from bench.stages import StageTime
 from weight_sync.report import RefitReport
 
@@ -100,9 +98,7 @@ def describe(
         "runs": runs,
         "ratios": ratios,
         "ratios_unverified": unverified,
-        "command": "python -m bench " + shlex.join(sys.argv[1:]),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "versions": _versions(),
+        **provenance(),
     }
     for one in measured:
         if one.alone:
@@ -184,21 +180,6 @@ def _device_name(options: Options) -> str:
 
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-
-
-def _versions() -> dict[str, str]:
-    import torch
-    import vllm
-
-    out = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "vllm": vllm.__version__,
-    }
-    if torch.cuda.is_available():
-        out["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        out["cuda"] = str(torch.version.cuda)
-    return out
 
 
 def plot(result: dict[str, object], path: Path) -> None:
