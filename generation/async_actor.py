@@ -111,16 +111,18 @@ class AsyncEngineActor(EngineActor):
         prompt = format_prompt_for_vllm_generation(data, 0)
         assert isinstance(prompt, dict)
         length = int(data["input_lengths"][0])
-        done = await self._complete(prompt, data, length, greedy)
+        routed = self.config.routed
+        done = await self._complete(prompt, data, length, greedy, routed)
         if "multi_modal_data" not in prompt:
             validate_rollout_prompt(prompt["prompt_token_ids"], done.prompt_token_ids)
         width = int(data["input_ids"].shape[1])
-        return 0, combine([done], width, self.config.pad_token_id, routed=self.config.routed)
+        return 0, combine([done], width, self.config.pad_token_id, routed=routed)
 
     async def generate_text_async(self, data: Mapping[str, Any], greedy: bool) -> tuple[int, Batch]:
         """Answers one text prompt; returns its index in ``data`` and its result batch."""
         self.require_ready()
-        return 0, combine_texts([await self._complete(data["prompts"][0], data, 0, greedy)])
+        done = await self._complete(data["prompts"][0], data, 0, greedy, False)
+        return 0, combine_texts([done])
 
     async def _complete(
         self,
@@ -128,6 +130,7 @@ class AsyncEngineActor(EngineActor):
         data: Mapping[str, Any],
         prompt_tokens: int,
         greedy: bool,
+        routed: bool,
     ) -> Completion:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -154,7 +157,7 @@ class AsyncEngineActor(EngineActor):
             raise EngineOutputError(
                 f"shard {self.shard} ended a request without output; send it again"
             )
-        return completion_of(final, self._label, routed=self.config.routed)
+        return completion_of(final, self._label, routed=routed)
 
     async def _bounded(self, call: Awaitable[T]) -> T:
         """Awaits a call of the engine, but not longer than the engine lives.

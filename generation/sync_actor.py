@@ -94,15 +94,16 @@ class SyncEngineActor(EngineActor):
         check_right_padding(data["input_ids"], data["input_lengths"], self.config.pad_token_id)
         prompts = format_prompt_for_vllm_generation(data)
         assert isinstance(prompts, list)
-        done = self._complete(prompts, data, data["input_lengths"].tolist(), greedy)
+        routed = self.config.routed
+        done = self._complete(prompts, data, data["input_lengths"].tolist(), greedy, routed)
         width = int(data["input_ids"].shape[1])
-        return combine(done, width, self.config.pad_token_id, routed=self.config.routed)
+        return combine(done, width, self.config.pad_token_id, routed=routed)
 
     def generate_text(self, data: Mapping[str, Any], greedy: bool) -> Batch:
         """Answers text prompts."""
         self._require_whole()
         prompts = list(data["prompts"])
-        return combine_texts(self._complete(prompts, data, [0] * len(prompts), greedy))
+        return combine_texts(self._complete(prompts, data, [0] * len(prompts), greedy, False))
 
     def _require_whole(self) -> None:
         self.require_ready()
@@ -121,6 +122,7 @@ class SyncEngineActor(EngineActor):
         data: Mapping[str, Any],
         lengths: list[int],
         greedy: bool,
+        routed: bool,
     ) -> list[Completion]:
         from vllm import SamplingParams
 
@@ -145,7 +147,7 @@ class SyncEngineActor(EngineActor):
             raise InvalidRolloutError(f"vLLM refuses the batch: {error}") from error
         by_index = dict(zip(asked, outputs, strict=True))
         return [
-            completion_of(by_index[i], self._label, routed=self.config.routed)
+            completion_of(by_index[i], self._label, routed=routed)
             if i in by_index
             else no_room(prompts[i]["prompt_token_ids"])
             for i in range(len(prompts))

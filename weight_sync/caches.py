@@ -15,6 +15,8 @@ from weight_sync.threads import beside
 # Commits begin so long before caches are dropped beside them: until its first bytes travel, a
 # worker in this process needs Python's lock as much as its scheduler does.
 _HEAD_START_SECONDS = 0.002
+# How long an engine may still take for it after a refit's time is up.
+_CLOSE_SECONDS = 2.0
 
 
 class Caches:
@@ -26,9 +28,11 @@ class Caches:
 
     Args:
         shards: Paused shards, whose commits begin now.
+        deadline: Of the refit.
     """
 
-    def __init__(self, shards: Sequence[EngineShard]) -> None:
+    def __init__(self, shards: Sequence[EngineShard], deadline: Deadline) -> None:
+        self._deadline = deadline
         self._ended = threading.Event()
         self._dropping = {
             id(shard): beside("weight-sync-invalidate", partial(self._drop_soon, shard))
@@ -57,4 +61,18 @@ class Caches:
             return
         if not wait([dropping], deadline.remaining()).done:
             raise DeadlineError("the engine did not drop its caches in time", stage="invalidate")
-        dropping.result()
+        del self._dropping[id(shard)]
+        try:
+            dropping.result()
+        finally:
+            # Or its error, this frame and the shard keep each other.
+            del dropping
+
+    def close(self) -> None:
+        """Returns once no caches are being dropped, or time is up.
+
+        Also those of shards whose commit failed: whoever hears of that may use the engine at once.
+        """
+        self._ended.set()
+        if self._dropping:
+            wait(self._dropping.values(), max(self._deadline.remaining(), _CLOSE_SECONDS))

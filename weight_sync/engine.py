@@ -17,7 +17,8 @@ class EngineShard(Protocol):
     """One data-parallel replica of the engine.
 
     All methods block; the synchronizer calls them from threads of its own and never waits longer
-    than its deadline.
+    than its deadline. Threads are used again, for other shards too: a method leaves what belongs to
+    one, such as its current CUDA device or event loop, as it found it.
     """
 
     @property

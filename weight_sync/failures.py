@@ -48,7 +48,8 @@ def to_failure(error: BaseException, stage: str) -> Failure:
     """Describes an exception for the wire, and lets go of what the failed call held.
 
     An exception and a frame that refers to it keep each other, and with them all local variables
-    of the call, until Python looks for such cycles: groups, their connections, and memory.
+    of the call, until Python looks for such cycles: groups, their connections, and memory. A
+    generator that the error went through, and that is suspended, is closed by it.
     """
     try:
         return _describe(error, stage)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -99,45 +100,45 @@ def commit_version(
     at = since = time.perf_counter()
     first_byte()
     feeding = None if feed is None else beside("weight-sync-feed", partial(feed, deadline))
-    caches = Caches([shards.all[shard] for shard in present])
-    request = Commit(epoch, plan.digest, version, verify, deadline.inner(), generations)
-    committed, errors = shards.ask(
-        dict.fromkeys(present, request),
-        Committed,
-        deadline,
-        "transfer",
-        version=version,
-        epoch=epoch,
-    )
-    caches.commits_ended()
-    if feeding is not None:
-        errors |= _explain(feeding, errors, deadline)
-    workers = [w for replies in committed.values() for w in replies]
-    for name in {name for w in workers for name in w.seconds}:
-        spent[name] = max(w.seconds.get(name, 0.0) for w in workers)
-    inside = sum(spent.get(name, 0.0) for name in _WORKER_STAGES)
-    spent["export"] = max(time.perf_counter() - at - inside, 0.0)
+    with closing(Caches([shards.all[shard] for shard in present], deadline)) as caches:
+        request = Commit(epoch, plan.digest, version, verify, deadline.inner(), generations)
+        committed, errors = shards.ask(
+            dict.fromkeys(present, request),
+            Committed,
+            deadline,
+            "transfer",
+            version=version,
+            epoch=epoch,
+        )
+        caches.commits_ended()
+        if feeding is not None:
+            errors |= _explain(feeding, errors, deadline)
+        workers = [w for replies in committed.values() for w in replies]
+        for name in {name for w in workers for name in w.seconds}:
+            spent[name] = max(w.seconds.get(name, 0.0) for w in workers)
+        inside = sum(spent.get(name, 0.0) for name in _WORKER_STAGES)
+        spent["export"] = max(time.perf_counter() - at - inside, 0.0)
 
-    stage("invalidate")
-    at = time.perf_counter()
-    errors |= _overtaken(shards, committed, version, epoch, since)
-    good = [shard for shard in committed if shard not in errors]
-    # Shards that committed go on, even if time ran out while others were waited for.
-    late = Deadline(max(deadline.remaining(), _RESUME_SECONDS))
+        stage("invalidate")
+        at = time.perf_counter()
+        errors |= _overtaken(shards, committed, version, epoch, since)
+        good = [shard for shard in committed if shard not in errors]
+        # Shards that committed go on, even if time ran out while others were waited for.
+        late = Deadline(max(deadline.remaining(), _RESUME_SECONDS))
 
-    def refresh(shard: EngineShard) -> None:
-        caches.drop(shard, late)
-        shard.set_version(version)
+        def refresh(shard: EngineShard) -> None:
+            caches.drop(shard, late)
+            shard.set_version(version)
 
-    done, failed = shards.apply(good, refresh, late, "invalidate", version=version, epoch=epoch)
-    spent["invalidate"] = time.perf_counter() - at
-    stage("resume")
-    since, at = at, time.perf_counter()
-    errors = errors | failed | _overtaken(shards, done, version, epoch, since)
-    # A shard that kept stale caches must not serve either.
-    done = [shard for shard in done if shard not in errors]
-    _, stuck = shards.apply(done, _resume, late, "resume", version=version, epoch=epoch)
-    spent["resume"] = time.perf_counter() - at
+        done, failed = shards.apply(good, refresh, late, "invalidate", version=version, epoch=epoch)
+        spent["invalidate"] = time.perf_counter() - at
+        stage("resume")
+        since, at = at, time.perf_counter()
+        errors = errors | failed | _overtaken(shards, done, version, epoch, since)
+        # A shard that kept stale caches must not serve either.
+        done = [shard for shard in done if shard not in errors]
+        _, stuck = shards.apply(done, _resume, late, "resume", version=version, epoch=epoch)
+        spent["resume"] = time.perf_counter() - at
     errors = errors | stuck
     return Outcome(
         {s: r for s, r in committed.items() if s not in errors},

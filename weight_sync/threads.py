@@ -38,7 +38,10 @@ class Threads:
         self._idle: list[_Worker] = []
 
     def start(self, name: str, work: Callable[[], None]) -> None:
-        """Runs ``work``, which must not raise, on a thread of that name; returns at once."""
+        """Runs ``work`` on a thread of that name; returns at once.
+
+        What it raises ends the thread, which is not kept, and is printed as for any thread.
+        """
         with self._lock:
             # The one that worked last: its memory is most likely still in a cache.
             worker = self._idle.pop() if self._idle else None

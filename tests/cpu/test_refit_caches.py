@@ -31,6 +31,7 @@ class Shard(LocalShard):
         caches_apart: Whether caches may be dropped while the worker commits.
         dropped: Set when caches were dropped.
         waits: Whether the commit waits for that when its bytes travel.
+        fails: Whether the commit fails when its bytes travel.
         refuses: Whether caches cannot be dropped.
         stuck: What dropping caches waits for.
     """
@@ -40,7 +41,7 @@ class Shard(LocalShard):
         self.dropped = threading.Event()
         self.stuck = threading.Event()
         self.stuck.set()
-        self.refuses = self.waits = False
+        self.refuses = self.waits = self.fails = False
         unit = Unit("t", {"weight": ((8,), torch.float32)})
         model = StandinModel([unit], {"t": [("t", copies("weight"))]})
         super().__init__([model.load({"t": torch.zeros(8)})])
@@ -49,6 +50,8 @@ class Shard(LocalShard):
     def _fault(self, stage: str, offset: int = 0) -> None:
         if stage != "transfer" or offset:
             return
+        if self.fails:
+            raise ValueError("no more bytes")
         # A wait that times out is an error of the commit.
         if self.waits and not self.dropped.wait(5):
             raise TimeoutError("caches were not dropped while bytes travelled")
@@ -79,6 +82,18 @@ def test_caches_that_are_apart_are_dropped_while_bytes_travel(trainers: LocalTra
         trainers.publish(1)
         sync.sync_weights(1)
     assert shard.log == ["pause", "invalidate", "transfer", "version 1", "resume"]
+
+
+def test_a_refit_that_failed_leaves_nobody_who_still_drops_caches(trainers: LocalTrainers) -> None:
+    shard = Shard(apart=True)
+    shard.fails = True
+    shard.stuck.clear()
+    threading.Timer(0.3, shard.stuck.set).start()
+    with connect(trainers, [shard]) as sync:
+        trainers.publish(1)
+        with pytest.raises(RefitError, match="no more bytes"):
+            sync.sync_weights(1)
+        assert shard.dropped.is_set()
 
 
 def test_other_caches_are_dropped_after_the_commit(trainers: LocalTrainers) -> None:

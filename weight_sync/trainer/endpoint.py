@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import numpy as np
 import torch
@@ -223,13 +223,19 @@ class TrainerEndpoint:
             return None
         try:
             request = decode_trainer_request(raw)
-            if isinstance(request, AwaitVersion) and not self._is_ready(request.version):
-                return None
-            return encode(self._answer(request))
+            with self._on_device():
+                if isinstance(request, AwaitVersion) and not self._is_ready(request.version):
+                    return None
+                return encode(self._answer(request))
         except Exception as error:  # Everything that fails must reach the asking side.
             return encode(to_failure(error, "publish"))
         finally:
             self._work.release()
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """The rank's device is the current one, for threads that others use as well."""
+        index = self._device_index
+        return nullcontext() if index is None else torch.cuda.device(index)
 
     def _is_ready(self, version: int) -> bool:
         """Whether a version can be read without waiting for anything; needs the lock."""
@@ -278,7 +284,7 @@ class TrainerEndpoint:
             case Release(version, epoch, error):
                 # One of a controller that was replaced may come late.
                 if epoch >= self._epoch:
-                    self._publication.end(version, error)
+                    self._publication.end(version, epoch, error)
                 return Done()
             case _:
                 raise PlanMismatchError(f"trainer {self.rank} does not know {type(request)}")
@@ -296,6 +302,7 @@ class TrainerEndpoint:
             self._require_later(program.epoch)
             self._leave_groups("a new plan came")
             self._epoch = program.epoch
+            self._publication.overtake(program.epoch)
             self._program = program
             self._hashes.clear()
             self._digests.clear()
@@ -401,18 +408,16 @@ class TrainerEndpoint:
         """Begins the digests of a version before workers ask for them."""
 
         def run() -> None:
-            index = self._device_index
-            on_device = nullcontext() if index is None else torch.cuda.device(index)
             # A worker that asks for them gets the error.
-            with suppress(Exception), on_device, self._hashing:
+            with suppress(Exception), self._on_device(), self._hashing:
                 program = self._program
-                if (
-                    program is not None
-                    and version == self._publication.version
-                    and not self._closed
-                ):
-                    for task in program.hashes:
-                        self._digest_of(program, version, task.class_id)
+                if program is None:
+                    return
+                for task in program.hashes:
+                    # A refit that ended meanwhile lets the trainer change its weights.
+                    if self._closed or not self._publication.is_at(version):
+                        return
+                    self._digest_of(program, version, task.class_id)
 
         threads.start("weight-sync-hash", run)
 

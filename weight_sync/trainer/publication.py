@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 
 from weight_sync.comm.deadline import Deadline
-from weight_sync.errors import DeadlineError, EngineStateError, RefitError
+from weight_sync.errors import DeadlineError, EngineStateError, RefitError, StaleEpochError
 
 # Of so many versions it is known how their refits ended.
 _KEPT = 8
@@ -14,9 +14,10 @@ _KEPT = 8
 
 @dataclass(frozen=True, eq=False)
 class _End:
-    """How a refit ended: an error, or nothing if it ended well."""
+    """How a refit ended: an error, or nothing if it ended well; and the epoch it ran in."""
 
     error: str
+    epoch: int
 
 
 class Publication:
@@ -29,6 +30,7 @@ class Publication:
     def __init__(self, rank: int) -> None:
         self.version = -1
         self._rank = rank
+        self._epoch = -1
         self._ended: dict[int, _End] = {}
         self._closed = False
         self._changed = threading.Condition()
@@ -53,11 +55,17 @@ class Publication:
             self.version = version
             self._changed.notify_all()
 
-    def end(self, version: int, error: str) -> None:
+    def overtake(self, epoch: int) -> None:
+        """Whoever waits in an earlier epoch was replaced."""
+        with self._changed:
+            self._epoch = epoch
+            self._changed.notify_all()
+
+    def end(self, version: int, epoch: int, error: str) -> None:
         """A refit ended; those of versions that were published before are history."""
         with self._changed:
             if version >= self.version:
-                self._ended[version] = _End(error)
+                self._ended[version] = _End(error, epoch)
                 self._ended = dict(sorted(self._ended.items())[-_KEPT:])
                 self._changed.notify_all()
 
@@ -75,6 +83,18 @@ class Publication:
     def _require_open(self) -> None:
         if self._closed:
             raise EngineStateError(f"trainer {self._rank}: the endpoint was closed")
+
+    def _require_latest(self, epoch: int) -> None:
+        if epoch < self._epoch:
+            raise StaleEpochError(
+                f"trainer {self._rank} was asked for a version in epoch {epoch}, but epoch "
+                f"{self._epoch} began; whoever built that one drives the refits"
+            )
+
+    def _is_over(self, version: int, epoch: int) -> bool:
+        """Whether the refit that waits in this epoch ended; a later one may try again."""
+        end = self._ended.get(version)
+        return end is not None and end.epoch >= epoch
 
     def wait_end(self, version: int, epoch: int, deadline: Deadline) -> None:
         """Waits until a refit of ``version`` ended.
@@ -110,14 +130,16 @@ class Publication:
 
         Raises:
             RefitError: If it was superseded, or a refit of it ended; also if that happens while it
-                is waited for, since nobody asks any more then.
+                is waited for, or did before that began, since nobody asks any more then.
+            StaleEpochError: If a later epoch began.
             EngineStateError: If the endpoint was closed.
             DeadlineError: If it did not come in time.
         """
         with self._changed:
-            earlier = self._ended.get(version)
-            while self.version < version and self._ended.get(version) is earlier:
+            self._require_latest(epoch)
+            while self.version < version and not self._is_over(version, epoch):
                 self._require_open()
+                self._require_latest(epoch)
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     raise DeadlineError(
                         f"trainer {self._rank} is at version {self.version} and did not publish "

@@ -95,7 +95,7 @@ class Server:
         self._wake.close(0)
 
     def _answer(self, client: bytes, number: bytes, request: bytes) -> None:
-        # Nothing asks whether this process runs at all; busy workers must not delay that.
+        # An empty request asks whether this process runs; busy workers must not delay that.
         reply = self._at_once(request) if request else request
         if reply is not None:
             self._socket.send_multipart([client, number, reply])
