@@ -88,9 +88,10 @@ def test_a_refit_that_failed_leaves_nobody_who_still_drops_caches(trainers: Loca
     shard = Shard(apart=True)
     shard.fails = True
     shard.stuck.clear()
-    threading.Timer(0.3, shard.stuck.set).start()
     with connect(trainers, [shard]) as sync:
         trainers.publish(1)
+        sync.init_communicator()
+        threading.Timer(0.5, shard.stuck.set).start()
         with pytest.raises(RefitError, match="no more bytes"):
             sync.sync_weights(1)
         assert shard.dropped.is_set()
