@@ -7,7 +7,7 @@ one step at this learning rate 99.7 % of the masters differ from their start and
 roundings do, and the two policies drift apart.) Arithmetic stays in fp32, which CPUs without bf16
 instructions do several times faster.
 
-Started by ``trainers.Trainers`` as ``python fsdp_trainer.py RANK WORLD STORE CHECKPOINT FD``.
+Started by ``trainers.Trainers``, with ``RANK WORLD STORE CHECKPOINT FD DEVICE`` as arguments.
 """
 
 from __future__ import annotations
@@ -47,12 +47,15 @@ class Trainer:
 
     Args:
         checkpoint: Directory with the starting weights and the tokenizer.
+        device: ``"cpu"`` or ``"cuda"``, of the trainers and of the engines.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, device: str) -> None:
         self.checkpoint = checkpoint
-        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.device = torch.device(f"cuda:{dist.get_rank()}" if device == "cuda" else "cpu")
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        self.model = model.to(self.device)
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
         # Kept whole between forward and backward: one all-gather of each layer a step, not two.
         for layer in self.model.model.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=False)
@@ -62,11 +65,11 @@ class Trainer:
             self.masters, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
         )
         source = ModuleSource(self.model, cast={"*": "bfloat16"})
-        self.endpoint = TrainerEndpoint(source, dist.get_rank())
+        self.endpoint = TrainerEndpoint(source, dist.get_rank(), engine_device=device)
 
     def step(self, command: Step) -> Done:
         """Takes one optimizer step; returns this rank's share of the loss."""
-        data = grpo.batch(command.samples, self.model.config.pad_token_id)
+        data = grpo.batch(command.samples, self.model.config.pad_token_id, self.device)
         logprobs = grpo.token_logprobs(self.model, data)
         loss = grpo.policy_loss(logprobs, data, tokens=command.tokens)
         # FSDP averages gradients over ranks; the loss is already divided by the whole batch.
@@ -93,7 +96,7 @@ class Trainer:
     @torch.no_grad()
     def score(self, command: Score) -> Done:
         """Log-probabilities of given completions with the weights as they are."""
-        data = grpo.batch(command.samples, self.model.config.pad_token_id)
+        data = grpo.batch(command.samples, self.model.config.pad_token_id, self.device)
         logprobs = grpo.token_logprobs(self.model, data)
         # Without a backward pass nothing else would free the gathered layers.
         for module in self.model.modules():
@@ -114,7 +117,7 @@ class Trainer:
         for name, parameter in self.model.named_parameters():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             if dist.get_rank() == 0:
-                weights[name] = whole.to(torch.bfloat16).contiguous()
+                weights[name] = whole.to(torch.bfloat16).contiguous().cpu()
         if dist.get_rank() == 0:
             ignored = shutil.ignore_patterns("*.safetensors")
             shutil.copytree(self.checkpoint, command.path, ignore=ignored)
@@ -137,21 +140,25 @@ class Trainer:
                 return Done()
 
 
-def serve(connection: Connection, rank: int, world: int, store: str, checkpoint: Path) -> None:
+def serve(
+    connection: Connection, rank: int, world: int, store: str, checkpoint: Path, device: str
+) -> None:
     """Joins the group, says so, then answers commands until ``Stop`` or a failure.
 
     A failure is reported and ends the process: its peers may be waiting in a collective that this
     rank left, so no further command could be trusted.
     """
     try:
+        if device == "cuda":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo",
+            "nccl" if device == "cuda" else "gloo",
             init_method=f"file://{store}",
             rank=rank,
             world_size=world,
             timeout=COLLECTIVE_DEADLINE,
         )
-        trainer = Trainer(checkpoint)
+        trainer = Trainer(checkpoint, device)
         connection.send_bytes(ENCODER.encode(Done(endpoint=trainer.endpoint.info)))
         command: Command | None = None
         while not isinstance(command, Stop):
@@ -167,5 +174,5 @@ def serve(connection: Connection, rank: int, world: int, store: str, checkpoint:
 
 
 if __name__ == "__main__":
-    _rank, _world, _store, _checkpoint, _fd = sys.argv[1:]
-    serve(Connection(int(_fd)), int(_rank), int(_world), _store, Path(_checkpoint))
+    _rank, _world, _store, _checkpoint, _fd, _device = sys.argv[1:]
+    serve(Connection(int(_fd)), int(_rank), int(_world), _store, Path(_checkpoint), _device)

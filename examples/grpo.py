@@ -30,8 +30,14 @@ class Batch:
     advantages: torch.Tensor
 
 
-def batch(samples: list[Sample], pad_id: int) -> Batch:
-    """Pads samples so that every completion starts in the same column."""
+def batch(samples: list[Sample], pad_id: int, device: torch.device) -> Batch:
+    """Pads samples so that every completion starts in the same column.
+
+    Args:
+        samples: At least one.
+        pad_id: Fills what is left.
+        device: Where the tensors go.
+    """
     n = len(samples)
     before = max(len(s.prompt) for s in samples)
     after = max(len(s.completion) for s in samples)
@@ -44,12 +50,12 @@ def batch(samples: list[Sample], pad_id: int) -> Batch:
         attended[row, start:end] = 1
         logprobs[row, : len(s.completion)] = torch.tensor(s.logprobs)
     return Batch(
-        ids=ids,
-        attended=attended,
-        positions=(attended.cumsum(dim=1) - 1).clamp(min=0),
-        mask=attended[:, before:].bool(),
-        engine_logprobs=logprobs,
-        advantages=torch.tensor([[s.advantage] for s in samples]),
+        ids=ids.to(device),
+        attended=attended.to(device),
+        positions=(attended.cumsum(dim=1) - 1).clamp(min=0).to(device),
+        mask=attended[:, before:].bool().to(device),
+        engine_logprobs=logprobs.to(device),
+        advantages=torch.tensor([[s.advantage] for s in samples], device=device),
     )
 
 

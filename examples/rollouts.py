@@ -1,4 +1,4 @@
-"""The generating side of the demo: vLLM on CPU behind the facade, in a Ray actor of its own."""
+"""The generating side of the demo: vLLM behind the facade, engines in Ray actors of their own."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ SEED = 0
 
 
 @contextmanager
-def local_ray() -> Iterator[None]:
-    """Ray for one engine, on this machine; it ends within a minute when this process is killed."""
+def local_ray(gpus: int) -> Iterator[None]:
+    """Ray on this machine; it ends within a minute when this process is killed.
+
+    Args:
+        gpus: An engine for each; 0 for one on the CPU.
+    """
     # Ray would end the engine when the machine is short of memory, whoever uses that memory.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     # Ray would let the engine run only when nobody else wants the cores.
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
         address="local",
-        num_cpus=1,
+        num_cpus=gpus or 1,
+        num_gpus=gpus,
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
@@ -41,16 +46,18 @@ def local_ray() -> Iterator[None]:
         ray.shutdown()
 
 
-def engine_environment() -> dict[str, str]:
+def engine_environment(on_cpu: bool) -> dict[str, str]:
     """What vLLM and OpenMP read in the engine's process."""
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+    if not on_cpu:
+        return quiet
     return {
+        **quiet,
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # Ray would give it one thread; the trainers sleep while it generates.
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
         # Waiting threads sleep: spinning ones starve the trainers.
         "OMP_WAIT_POLICY": "PASSIVE",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "HF_HUB_OFFLINE": "1",
     }
 
 
@@ -73,16 +80,18 @@ class Rollout(msgspec.Struct, frozen=True):
 
 
 class Engine:
-    """A fleet of one vLLM engine in bf16. A context manager: leaving it ends the engine's process.
+    """A fleet of vLLM engines in bf16. A context manager: leaving it ends their processes.
 
     Args:
         checkpoint: Directory with weights and tokenizer.
+        gpus: How many engines, each on a GPU of its own; 0 for one on the CPU.
 
     Attributes:
         fleet: The facade, for refits.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, gpus: int) -> None:
+        self._shards = gpus or 1
         self._tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         config = VllmConfig(
             model_name=str(checkpoint),
@@ -94,7 +103,7 @@ class Engine:
                 max_model_len=128,
                 precision="bfloat16",
                 enforce_eager=True,
-                env_vars=engine_environment(),
+                env_vars=engine_environment(on_cpu=not gpus),
             ),
             vllm_kwargs={
                 "kv_cache_memory_bytes": 256 * 1024**2,
@@ -106,7 +115,7 @@ class Engine:
                 "seed": SEED,
             },
         )
-        self._cluster = RayCluster([1], gpus_per_bundle=0)
+        self._cluster = RayCluster([1] * self._shards, gpus_per_bundle=1 if gpus else 0)
         self.fleet = VllmGeneration(self._cluster, config)
 
     def sample(self, prompts: list[str], group: int) -> list[list[Rollout]]:
@@ -117,11 +126,12 @@ class Engine:
         rows = self._rows(self.fleet.generate({**self._batch(repeated), **asked}))
         return [rows[first : first + group] for first in range(0, count, group)]
 
-    def greedy(self, prompts: list[str]) -> list[list[int]]:
-        """The most likely next tokens of every prompt."""
-        # Alone, so that two engines compute the same batches and their tokens can be compared.
-        answers = [self.fleet.generate(self._batch([prompt]), greedy=True) for prompt in prompts]
-        return [row.token_ids for answer in answers for row in self._rows(answer)]
+    def greedy(self, prompts: list[str]) -> list[list[list[int]]]:
+        """The most likely next tokens of every prompt, as each engine sees it."""
+        # One at a time, so that all engines compute the same batches and tokens can be compared.
+        asked = [self._batch([prompt] * self._shards) for prompt in prompts]
+        answers = [self.fleet.generate(one, greedy=True) for one in asked]
+        return [[row.token_ids for row in self._rows(answer)] for answer in answers]
 
     def close(self) -> None:
         """Ends the engine. May be called twice."""

@@ -42,11 +42,11 @@ class Trainers:
 
     Args:
         checkpoint: Directory that the ranks load.
-        world: Number of ranks.
+        gpus: Number of ranks, each on a GPU of its own; 0 for two on the CPU.
     """
 
-    def __init__(self, checkpoint: Path, world: int = 2) -> None:
-        self.world = world
+    def __init__(self, checkpoint: Path, gpus: int) -> None:
+        self.world = world = gpus or 2
         self._folder = tempfile.TemporaryDirectory(prefix="trainers-")
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -65,6 +65,7 @@ class Trainers:
         for rank in range(world):
             ours, theirs = Pipe()
             arguments = [str(rank), str(world), str(store), str(checkpoint), str(theirs.fileno())]
+            arguments.append("cuda" if gpus else "cpu")
             self._processes.append(
                 subprocess.Popen(
                     [sys.executable, str(script), *arguments],
