@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bench.models import config
+from tests.harness.engines import start_llm
 from tests.harness.local import LocalShard, LocalTrainers
 from tests.harness.oracle import Oracle
 from tests.harness.processes import Child
@@ -166,21 +167,9 @@ class InProcess:
     """A real engine whose scheduler is in this process, with prefix caching."""
 
     def __init__(self, folder: str) -> None:
-        from vllm import LLM
-
         from weight_sync.engine import LocalLLM
-        from weight_sync.vllm.worker_extension import EXTENSION
 
-        self._llm = LLM(
-            folder,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            dtype="bfloat16",
-            max_model_len=256,
-            max_num_seqs=8,
-            enable_prefix_caching=True,
-            worker_extension_cls=EXTENSION,
-        )
+        self._llm = start_llm(folder, enable_prefix_caching=True)
         self._shard = LocalLLM(self._llm)
 
     def apart(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from bench.models import config
-from tests.harness.engines import INSECURE, Engine, EngineRank
+from tests.harness.engines import INSECURE, Engine, EngineRank, start_llm
 from tests.harness.oracle import Oracle
 from tests.harness.processes import Child
 from tests.harness.trainers import Trainers, TrainerSpec
@@ -100,21 +100,9 @@ class StockEngine:
     """vLLM as a user starts it: engine core and workers in processes of their own."""
 
     def __init__(self, folder: str) -> None:
-        from vllm import LLM
-
         from weight_sync.engine import LocalLLM
-        from weight_sync.vllm.worker_extension import EXTENSION
 
-        self._llm = LLM(
-            folder,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            dtype="bfloat16",
-            max_model_len=256,
-            max_num_seqs=8,
-            tensor_parallel_size=2,
-            worker_extension_cls=EXTENSION,
-        )
+        self._llm = start_llm(folder, tensor_parallel_size=2)
         self._shard = LocalLLM(self._llm)
 
     def refit(self, infos: list, version: int) -> tuple[bool, int]:

@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.harness.dumps import Dump, dump
 from tests.harness.processes import Child, ChildGoneError, process_counts
 from tests.harness.trainers import free_port
 from weight_sync.errors import PeerDeadError
 
+if TYPE_CHECKING:
+    from vllm import LLM
+
 PROMPTS = ([3, 4, 5, 6, 7], [9, 8, 7], [11] * 20)
-EXTENSION = "weight_sync.vllm.worker_extension.WeightSyncExtension"
 # Variables that must not be needed.
 INSECURE = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE")
 """Greedy tokens of a prompt and the log-probability of each."""
 Generated = list[tuple[tuple[int, ...], tuple[float, ...]]]
+
+
+def start_llm(folder: str, **options: object) -> LLM:
+    """A small engine of a checkpoint, as users of this library start one."""
+    from vllm import LLM
+
+    from weight_sync.vllm.worker_extension import EXTENSION
+
+    return LLM(
+        folder,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="bfloat16",
+        max_model_len=256,
+        max_num_seqs=8,
+        worker_extension_cls=EXTENSION,
+        **options,
+    )
 
 
 class EngineRank:
@@ -35,19 +56,7 @@ class EngineRank:
                 "tensor_parallel_size": tp,
                 "distributed_executor_backend": "external_launcher",
             }
-        from vllm import LLM
-
-        self._llm = LLM(
-            folder,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            dtype="bfloat16",
-            max_model_len=256,
-            max_num_seqs=8,
-            seed=0,
-            worker_extension_cls=EXTENSION,
-            **options,
-        )
+        self._llm = start_llm(folder, seed=0, **options)
 
     @property
     def model(self) -> object:

@@ -162,16 +162,11 @@ class Installer:
         self._digests: dict[object, CompiledDigest] = {}
         self._used: set[object] = set()
         self._addresses = [
-            (unit, tuple(live.items())) for unit, live in self._live_addresses().items()
+            (unit.name, {n: t.data_ptr() for n, t in model.live(unit.name).items()})
+            for unit in self._recording.units
         ]
         self._open: dict[int, _OpenUnit] = {}
         self.bytes_total = int(self._pieces.nbytes.sum())
-
-    def _live_addresses(self) -> dict[str, dict[str, int]]:
-        return {
-            unit.name: {n: t.data_ptr() for n, t in self._model.live(unit.name).items()}
-            for unit in self._recording.units
-        }
 
     def forget(self) -> None:
         """Drops everything that refers to the memory of deliveries."""
@@ -186,7 +181,7 @@ class Installer:
         with torch._C.DisableTorchFunctionSubclass():
             for unit, addresses in self._addresses:
                 live = self._model.live(unit)
-                for name, address in addresses:
+                for name, address in addresses.items():
                     tensor = live.get(name)
                     if tensor is None or tensor.data_ptr() != address:
                         moved.append(f"{unit}.{name}")
