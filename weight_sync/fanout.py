@@ -76,7 +76,7 @@ class Fanout(Generic[T]):
             if error is None:
                 results[who] = result  # type: ignore[assignment]
                 continue
-            errors[who] = self._named(who, error)
+            errors[who] = named(who, error, self._stage, self._version, self._epoch)
             if failed is not None:
                 failed(who)
                 failed = None
@@ -90,20 +90,24 @@ class Fanout(Generic[T]):
             )
         return results, errors
 
-    def _named(self, who: str, error: BaseException) -> WeightSyncError:
-        if isinstance(error, RefitError):
-            return located(error, self._version, self._epoch, (who,))
-        if isinstance(error, WeightSyncError):
-            return error
-        named = RefitError(
-            f"{who} failed: {type(error).__name__}: {error}",
-            stage=self._stage,
-            version=self._version,
-            epoch=self._epoch,
-            ranks=[who],
-        )
-        named.__cause__ = error
-        return named
+
+def named(
+    who: str, error: BaseException, stage: str, version: int | None, epoch: int | None
+) -> WeightSyncError:
+    """The error of one participant, which says whose and where it is."""
+    if isinstance(error, RefitError):
+        return located(error, version, epoch, (who,))
+    if isinstance(error, WeightSyncError):
+        return error
+    refit_error = RefitError(
+        f"{who} failed: {type(error).__name__}: {error}",
+        stage=stage,
+        version=version,
+        epoch=epoch,
+        ranks=[who],
+    )
+    refit_error.__cause__ = error
+    return refit_error
 
 
 def _work(

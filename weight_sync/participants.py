@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import TypeVar
 
 from weight_sync.comm.deadline import Deadline
 from weight_sync.engine import EngineShard
-from weight_sync.errors import DeadlineError, PeerDeadError, WeightSyncError
+from weight_sync.errors import PeerDeadError, WeightSyncError
 from weight_sync.failures import to_error
-from weight_sync.fanout import Fanout, raise_first, run_all
+from weight_sync.fanout import raise_first, run_all
 from weight_sync.manifest import Manifest
 from weight_sync.messages import (
+    AwaitVersion,
     Done,
     Failure,
     GetManifest,
     GotManifest,
     Message,
+    Published,
     Quantize,
     Release,
     Status,
@@ -28,6 +30,7 @@ from weight_sync.messages import (
 )
 from weight_sync.quantize.wanted import QuantSpec
 from weight_sync.trainer.peer import TrainerPeer
+from weight_sync.trainer.round import ask_all
 from weight_sync.wire.address import Address
 
 Reply = TypeVar("Reply", bound=Message)
@@ -90,34 +93,32 @@ class TrainerRanks:
     ) -> dict[int, Reply]:
         """One request to the given ranks (all if None); replies by rank, errors raised."""
         chosen = self.peers if ranks is None else [self.peers[r] for r in ranks]
-        results, errors = run_all(
-            {p.name: p for p in chosen},
-            lambda p: p.call(request(p), expect, deadline, stage, version, epoch),
-            deadline,
-            stage,
-            version,
-            epoch,
-        )
+        with ask_all(chosen, request, expect, deadline, stage, version, epoch) as asked:
+            results, errors = asked.outcome()
         raise_first(errors)
-        return {p.rank: results[p.name] for p in chosen}
+        return {peer.rank: reply for peer, reply in results.items()}
 
-    def await_version(
+    @contextmanager
+    def awaiting(
         self, version: int, epoch: int, deadline: Deadline, *, verify: bool
-    ) -> Callable[[], None]:
+    ) -> Iterator[Callable[[], None]]:
         """Asks every rank to say when it published ``version``.
 
-        Returns:
+        Yields:
             What waits until all did so, and raises an error that names those that did not.
         """
-        asked = Fanout(
-            {p.name: p for p in self.peers},
-            lambda p: p.await_version(version, epoch, deadline, verify=verify),
-            deadline,
-            "publish",
-            version,
-            epoch,
-        )
-        return lambda: raise_first(asked.outcome()[1])
+        request = AwaitVersion(version, epoch, deadline.remaining(), verify)
+        with ask_all(
+            self.peers, lambda _: request, Published, deadline, "publish", version, epoch
+        ) as asked:
+
+            def published() -> None:
+                replies, errors = asked.outcome()
+                raise_first(errors)
+                for peer, reply in replies.items():
+                    peer.generation = reply.generation
+
+            yield published
 
     def release(
         self,
@@ -129,27 +130,22 @@ class TrainerRanks:
     ) -> dict[str, WeightSyncError]:
         """Tells every rank but the missing how the refit ended; returns who was not told."""
 
-        def tell(peer: TrainerPeer) -> Done:
-            request = Release(version, epoch, error)
-            try:
-                return peer.call(request, Done, deadline, "release", version, epoch)
-            except PeerDeadError as lost:
-                # Only the connection may be gone; a dead one does not answer a new one either.
-                second = Deadline(deadline.inner())
-                with closing(peer.fresh()) as fresh:
-                    try:
-                        return fresh.call(request, Done, second, "release", version, epoch)
-                    except DeadlineError:
-                        raise lost from None
+        request = Release(version, epoch, error)
+        at = "release", version, epoch
+        chosen = [peer for peer in self.peers if peer.name not in missing]
+        with ask_all(chosen, lambda _: request, Done, deadline, *at) as asked:
+            _, errors = asked.outcome()
+        # Only the connection may be gone; a dead rank does not answer a new one either.
+        lost = {p.name: p for p in chosen if isinstance(errors.get(p.name), PeerDeadError)}
 
-        _, errors = run_all(
-            {p.name: p for p in self.peers if p.name not in missing},
-            tell,
-            deadline,
-            "release",
-            version,
-            epoch,
-        )
+        def tell(peer: TrainerPeer) -> Done:
+            with closing(peer.fresh()) as fresh:
+                return fresh.call(request, Done, again, *at)
+
+        again = Deadline(deadline.inner())
+        told, _ = run_all(lost, tell, again, *at)
+        for name in told:
+            del errors[name]
         if not error:
             for problem in errors.values():
                 problem.add_note(f"version {version} is installed; only that was not told")

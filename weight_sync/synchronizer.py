@@ -413,9 +413,9 @@ class WeightSynchronizer:
         verify = verify or not self._torn.isdisjoint(present)
         stage("publish")
         # Both at once; what engines say counts first, since trainers may take long to publish.
-        published = self._trainers.await_version(version, epoch, deadline, verify=verify)
-        require_awake(self._shards, present, version, epoch, deadline)
-        published()
+        with self._trainers.awaiting(version, epoch, deadline, verify=verify) as published:
+            require_awake(self._shards, present, version, epoch, deadline)
+            published()
         if verify and not self._replicas_checked:
             check_replicas(plan, self._trainers, version, deadline)
             self._replicas_checked = True

@@ -8,10 +8,8 @@ from numpy.typing import NDArray
 from weight_sync.comm.deadline import Deadline
 from weight_sync.manifest import Manifest
 from weight_sync.messages import (
-    AwaitVersion,
     GetManifest,
     GotManifest,
-    Published,
     decode_trainer_reply,
 )
 from weight_sync.program import ReceiverProgram
@@ -38,18 +36,6 @@ class TrainerPeer(TypedClient):
         if self._manifest is None:
             self._manifest = self.call(GetManifest(), GotManifest, deadline, "manifest").manifest
         return self._manifest
-
-    def await_version(self, version: int, epoch: int, deadline: Deadline, *, verify: bool) -> None:
-        """Waits until the rank's weights are at ``version``; remembers its generation."""
-        reply = self.call(
-            AwaitVersion(version, epoch, deadline.remaining(), verify),
-            Published,
-            deadline,
-            "publish",
-            version,
-            epoch,
-        )
-        self.generation = reply.generation
 
     def region_offsets(self) -> NDArray[np.int64]:
         """int64 ``[regions, R]`` global offset of each of the rank's regions."""

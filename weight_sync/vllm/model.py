@@ -98,10 +98,7 @@ class VllmModel:
 
     def live(self, unit: str) -> Mapping[str, torch.Tensor]:
         """Live tensors of one unit."""
-        module = self._modules[unit]
-        # Asked of every unit in every refit, so without the bookkeeping of a swap.
-        own = (*module._parameters.items(), *module._buffers.items())
-        return {name: tensor for name, tensor in own if tensor is not None}
+        return _Live(self._modules[unit])
 
     def begin(self, unit: str) -> UnitInstall:
         """Starts a processed or loader install."""
@@ -131,6 +128,29 @@ class VllmModel:
             if any(u.startswith(f"{name}.") for u in installed):
                 with set_current_vllm_config(self._config):
                     refresh_attention(self._modules[name], self._config.model_config)
+
+
+class _Live(Mapping[str, torch.Tensor]):
+    """A module's own parameters and buffers, whatever they are when one is asked for."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        # Asked of every tensor in every refit, so without a dict of all of them.
+        tensor: torch.Tensor | None = self._module._parameters.get(name)
+        if tensor is None:
+            tensor = self._module._buffers.get(name)
+        if tensor is None:
+            raise KeyError(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        own = (*self._module._parameters.items(), *self._module._buffers.items())
+        return iter([name for name, tensor in own if tensor is not None])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
 
 def _absorbs_projections(module: torch.nn.Module) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -60,38 +62,62 @@ class Client:
             DeadlineError: No reply came in time.
             AbortedError: :meth:`abort` was called.
         """
+        with self.begin(request, deadline, stage, version, epoch) as reply:
+            return reply()
+
+    @contextmanager
+    def begin(
+        self,
+        request: bytes,
+        deadline: Deadline,
+        stage: str,
+        version: int | None = None,
+        epoch: int | None = None,
+    ) -> Iterator[Callable[[], bytes]]:
+        """Sends a request, so that the caller may do something else before it wants the reply.
+
+        Until the context is left the connection is in use.
+
+        Yields:
+            What waits for the reply, once; it raises what :meth:`call` raises.
+        """
         # Another thread may be waiting for a reply of the same peer, with another deadline.
         if not self._lock.acquire(timeout=deadline.remaining()):
             raise self._late(deadline, stage, version, epoch)
         try:
             self._number += 1
             tag = self._number.to_bytes(8, "little")
-            poller = zmq.Poller()
-            poller.register(self._socket, zmq.POLLIN)
-            poller.register(self._monitor, zmq.POLLIN)
             if self._dead:
                 raise self._gone(stage, version, epoch)
             self._socket.send_multipart([tag, request])
-            while True:
-                wait = min(deadline.remaining(), _SLICE_SECONDS)
-                ready = dict(poller.poll(int(wait * 1000) + 1))
-                if self._socket in ready:
-                    number, reply = self._socket.recv_multipart()
-                    if number == tag:
-                        return reply
-                    continue
-                if self._monitor in ready:
-                    recv_monitor_message(self._monitor)
-                    self._dead = True
-                    raise self._gone(stage, version, epoch)
-                if self._aborted:
-                    raise AbortedError(
-                        self._aborted, stage=stage, version=version, epoch=epoch, ranks=[self.name]
-                    )
-                if deadline.expired:
-                    raise self._late(deadline, stage, version, epoch)
+            yield lambda: self._await(tag, deadline, stage, version, epoch)
         finally:
             self._lock.release()
+
+    def _await(
+        self, tag: bytes, deadline: Deadline, stage: str, version: int | None, epoch: int | None
+    ) -> bytes:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        while True:
+            wait = min(deadline.remaining(), _SLICE_SECONDS)
+            ready = dict(poller.poll(int(wait * 1000) + 1))
+            if self._socket in ready:
+                number, reply = self._socket.recv_multipart()
+                if number == tag:
+                    return reply
+                continue
+            if self._monitor in ready:
+                recv_monitor_message(self._monitor)
+                self._dead = True
+                raise self._gone(stage, version, epoch)
+            if self._aborted:
+                raise AbortedError(
+                    self._aborted, stage=stage, version=version, epoch=epoch, ranks=[self.name]
+                )
+            if deadline.expired:
+                raise self._late(deadline, stage, version, epoch)
 
     def abort(self, reason: str) -> None:
         """Ends calls that wait, from any thread, and every later one."""

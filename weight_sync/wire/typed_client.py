@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from weight_sync.comm.deadline import Deadline
@@ -44,16 +45,34 @@ class TypedClient:
         Raises:
             WeightSyncError: The error the other side reported, or that it is dead or silent.
         """
-        raw = self._client.call(encode(request), deadline, stage, version, epoch)
-        reply = self._decode(raw)
-        if isinstance(reply, Failure):
-            raise to_error(reply, self.name)
-        if not isinstance(reply, expect):
-            raise WeightSyncError(
-                f"{self.name} answered {type(reply).__name__} where {expect.__name__} was "
-                "expected; trainer and engine run different versions of this library"
-            )
-        return reply
+        with self.begin(request, expect, deadline, stage, version, epoch) as reply:
+            return reply()
+
+    @contextmanager
+    def begin(
+        self,
+        request: Message,
+        expect: type[Reply],
+        deadline: Deadline,
+        stage: str,
+        version: int | None = None,
+        epoch: int | None = None,
+    ) -> Iterator[Callable[[], Reply]]:
+        """As :meth:`call`, but the reply is waited for only when what is yielded is called."""
+
+        def reply() -> Reply:
+            answer = self._decode(raw())
+            if isinstance(answer, Failure):
+                raise to_error(answer, self.name)
+            if not isinstance(answer, expect):
+                raise WeightSyncError(
+                    f"{self.name} answered {type(answer).__name__} where {expect.__name__} was "
+                    "expected; trainer and engine run different versions of this library"
+                )
+            return answer
+
+        with self._client.begin(encode(request), deadline, stage, version, epoch) as raw:
+            yield reply
 
     def abort(self, reason: str) -> None:
         """Ends calls that wait, from any thread, and every later one."""

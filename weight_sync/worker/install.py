@@ -162,8 +162,10 @@ class Installer:
         self._digests: dict[object, CompiledDigest] = {}
         self._used: set[object] = set()
         self._addresses = [
-            (unit.name, {n: t.data_ptr() for n, t in model.live(unit.name).items()})
+            (live, name, tensor.data_ptr(), unit.name)
             for unit in self._recording.units
+            for live in [model.live(unit.name)]
+            for name, tensor in live.items()
         ]
         self._open: dict[int, _OpenUnit] = {}
         self.bytes_total = int(self._pieces.nbytes.sum())
@@ -179,12 +181,10 @@ class Installer:
         # Asked of every tensor in every refit. Parameter classes of engines dispatch every call in
         # Python, which would take most of the time.
         with torch._C.DisableTorchFunctionSubclass():
-            for unit, addresses in self._addresses:
-                live = self._model.live(unit)
-                for name, address in addresses.items():
-                    tensor = live.get(name)
-                    if tensor is None or tensor.data_ptr() != address:
-                        moved.append(f"{unit}.{name}")
+            for live, name, address, unit in self._addresses:
+                tensor = live.get(name)
+                if tensor is None or tensor.data_ptr() != address:
+                    moved.append(f"{unit}.{name}")
         return sorted(moved)
 
     @property

@@ -88,7 +88,7 @@ class EngineModel(Protocol):
         ...
 
     def live(self, unit: str) -> Mapping[str, torch.Tensor]:
-        """Live tensors of a unit."""
+        """Live tensors of a unit: always the present ones, also when some are replaced later."""
         ...
 
     def begin(self, unit: str) -> UnitInstall:
