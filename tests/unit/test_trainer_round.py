@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -100,6 +102,24 @@ def test_a_dead_rank_is_named_also_when_it_is_asked_again() -> None:
             answered, errors = outcome(peers)
             assert answered == [1]
             assert isinstance(errors["trainer 0"], PeerDeadError)
+
+
+def test_an_error_keeps_nothing_of_its_round() -> None:
+    def fail(_: bytes) -> bytes:
+        return encode(to_failure(RefitError("no weights", stage="publish"), "publish"))
+
+    with ranks(fail, done) as (_, peers):
+        gc.collect()
+        gc.disable()
+        try:
+            with ask_all(peers, lambda _: QUESTION, Done, Deadline(10), "publish") as asked:
+                _, errors = asked.outcome()
+            held = weakref.ref(asked)
+            assert list(errors) == ["trainer 0"]
+            del asked, errors
+            assert held() is None
+        finally:
+            gc.enable()
 
 
 def test_a_round_that_is_given_up_leaves_connections_usable() -> None:

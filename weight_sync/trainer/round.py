@@ -13,6 +13,7 @@ from weight_sync.messages import Message
 from weight_sync.trainer.peer import TrainerPeer
 
 Reply = TypeVar("Reply", bound=Message)
+T = TypeVar("T")
 
 
 class Round(Generic[Reply]):
@@ -25,9 +26,10 @@ class Round(Generic[Reply]):
 
     def add(self, peer: TrainerPeer, send: Callable[[], Callable[[], Reply]]) -> None:
         """Sends a request; what ``send`` raises is the rank's error."""
-        try:
-            self._replies[peer] = send()
-        except Exception as error:  # The others are asked all the same.
+        reply, error = _attempt(send)
+        if reply is not None:
+            self._replies[peer] = reply
+        if error is not None:
             self._errors[peer.name] = named(peer.name, error, *self._at)
 
     def outcome(self) -> tuple[dict[TrainerPeer, Reply], dict[str, WeightSyncError]]:
@@ -37,12 +39,26 @@ class Round(Generic[Reply]):
             Replies by rank, and the errors of the others by name.
         """
         results: dict[TrainerPeer, Reply] = {}
-        for peer, reply in self._replies.items():
-            try:
-                results[peer] = reply()
-            except Exception as error:  # The others have answered all the same.
+        for peer, wait in self._replies.items():
+            reply, error = _attempt(wait)
+            if reply is not None:
+                results[peer] = reply
+            if error is not None:
                 self._errors[peer.name] = named(peer.name, error, *self._at)
         return results, self._errors
+
+
+def _attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """A result or an error: one rank's must not end what is done with the others."""
+    try:
+        return call(), None
+    except WeightSyncError as error:
+        # It says itself what happened and where. A traceback leads to the frames of all callers,
+        # which hold the error: they would keep each other, and an engine in this process, until the
+        # collector comes.
+        return None, error.with_traceback(None)
+    except Exception as error:  # A defect, which is found by its traceback.
+        return None, error
 
 
 @contextmanager
