@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from weight_sync.comm.deadline import Deadline
 from weight_sync.engine import EngineShard
-from weight_sync.errors import PeerDeadError, WeightSyncError
+from weight_sync.errors import DeadlineError, PeerDeadError, WeightSyncError
 from weight_sync.failures import to_error
 from weight_sync.fanout import raise_first, run_all
 from weight_sync.manifest import Manifest
@@ -129,7 +129,6 @@ class TrainerRanks:
         missing: Collection[str] = (),
     ) -> dict[str, WeightSyncError]:
         """Tells every rank but the missing how the refit ended; returns who was not told."""
-
         request = Release(version, epoch, error)
         at = "release", version, epoch
         chosen = [peer for peer in self.peers if peer.name not in missing]
@@ -143,9 +142,11 @@ class TrainerRanks:
                 return fresh.call(request, Done, again, *at)
 
         again = Deadline(deadline.inner())
-        told, _ = run_all(lost, tell, again, *at)
+        told, failed = run_all(lost, tell, again, *at)
         for name in told:
             del errors[name]
+        # Silence says less than that the connection broke.
+        errors |= {n: e for n, e in failed.items() if not isinstance(e, DeadlineError)}
         if not error:
             for problem in errors.values():
                 problem.add_note(f"version {version} is installed; only that was not told")

@@ -26,11 +26,7 @@ class Round(Generic[Reply]):
 
     def add(self, peer: TrainerPeer, send: Callable[[], Callable[[], Reply]]) -> None:
         """Sends a request; what ``send`` raises is the rank's error."""
-        reply, error = _attempt(send)
-        if reply is not None:
-            self._replies[peer] = reply
-        if error is not None:
-            self._errors[peer.name] = named(peer.name, error, *self._at)
+        self._keep(self._replies, peer, send)
 
     def outcome(self) -> tuple[dict[TrainerPeer, Reply], dict[str, WeightSyncError]]:
         """Waits for all replies; once.
@@ -40,25 +36,20 @@ class Round(Generic[Reply]):
         """
         results: dict[TrainerPeer, Reply] = {}
         for peer, wait in self._replies.items():
-            reply, error = _attempt(wait)
-            if reply is not None:
-                results[peer] = reply
-            if error is not None:
-                self._errors[peer.name] = named(peer.name, error, *self._at)
+            self._keep(results, peer, wait)
         return results, self._errors
 
-
-def _attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """A result or an error: one rank's must not end what is done with the others."""
-    try:
-        return call(), None
-    except WeightSyncError as error:
-        # It says itself what happened and where. A traceback leads to the frames of all callers,
-        # which hold the error: they would keep each other, and an engine in this process, until the
-        # collector comes.
-        return None, error.with_traceback(None)
-    except Exception as error:  # A defect, which is found by its traceback.
-        return None, error
+    def _keep(self, kept: dict[TrainerPeer, T], peer: TrainerPeer, call: Callable[[], T]) -> None:
+        """Keeps a result or an error: one rank's must not end what is done with the others."""
+        try:
+            kept[peer] = call()
+        except Exception as error:
+            if isinstance(error, WeightSyncError):
+                # It says itself what happened and where. A traceback leads to the frames of all
+                # callers, which hold the error: they would keep each other, and an engine in this
+                # process, until the collector comes. What is none is a defect, and found by it.
+                error.__traceback__ = None
+            self._errors[peer.name] = named(peer.name, error, *self._at)
 
 
 @contextmanager
